@@ -40,7 +40,8 @@ from grpo.options.sample_sizes import fit_worker
 from grpo.policy import make_policy
 from grpo.prepare import as_seen, gold_of, prepare_task, start_submit
 from grpo.ranks import gathered, join_ranks
-from grpo.task import load_chat, load_task, reward_group
+from grpo.rewards import reward_group
+from grpo.task import load_chat, load_task
 
 # The constants that we take from a checkpoint's run; OF_TASK only if TASK is the same
 OF_RUN = ("EVAL_SPLIT", "MAX_COMPLETION_TOKENS", "STOP_TOKENS", "STOP_STRINGS", "DTYPE")

@@ -8,9 +8,10 @@ import functools
 import inspect
 import math
 
+from grpo.calls import TaskError, called, has_turns
 from grpo.log import say
-from grpo.rewards import TaskError, called, has_turns
-from grpo.task import Recipe, load_chat, load_split, load_task, reward_group
+from grpo.rewards import reward_group
+from grpo.task import Recipe, load_chat, load_split, load_task
 
 
 def prepare(c, needs_server=False):

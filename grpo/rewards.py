@@ -1,165 +1,157 @@
-"""Calls a task's functions with a time limit. A mistake in the task raises TaskError.
+"""Calls a task's reward functions, and turns what they return into floats."""
 
-with timely(60, "the rewards"): task.rewards(item, text)
-"""
-
-import contextlib
-import faulthandler
-import functools
-import importlib.util
-import inspect
 import math
-import os
-import signal
-import sys
-import threading
-import time
-import traceback
-from pathlib import Path
+import numbers
 
-from grpo import log
-
-ROOT = Path(__file__).parents[1]
-GRACE_SECONDS = 10  # from the time limit until code that does not stop is ended with its process
-
-
-# --- A task's mistakes -----------------------------------------------------------------
-class TaskError(SystemExit):
-    """Ends the program with a message about a mistake in a task's file."""
-
-    def __init__(self, name, function, got, must):
-        super().__init__(f"{task_file(name)}: {function} {got}: it must {must}")
+from grpo.calls import (
+    FAILED,
+    TaskError,
+    TooSlow,
+    by_name,
+    environment_rewards,
+    finished,
+    has_turns,
+    task_file,
+    timely,
+)
+from grpo.log import announced
 
 
-SOONER = "answer within REWARD_TIMEOUT_SECONDS; raise that constant if it needs longer"
+def calls_of(task, item, texts):
+    """Returns the calls that reward a group: [(function, item, text or texts)]. If completions may
+    have several turns, a plain text becomes a completion of one turn."""
+    if has_turns(task):
+        texts = [[text] if isinstance(text, str) else text for text in texts]
+    alone = [("rewards", item, text) for text in texts if hasattr(task, "rewards")]
+    return alone + [("group_rewards", item, texts)] * hasattr(task, "group_rewards")
 
 
-def called(name, function, must, call, holds=lambda got: True):
-    """Returns the result of `call`, which calls a task's function. Raises TaskError with the line
-    if it fails, if holds(result) is false, or if timely() around it ends it."""
-    try:
-        got = call()
-    except TooSlow as error:
-        raise TaskError(name, function, f"took more than {error.seconds} s", SOONER) from None
-    except TaskError:  # of a call within this one
-        raise
-    except (Exception, SystemExit) as error:
-        file = Path(name) if name.endswith(".py") else ROOT / task_file(name)
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [f.lineno for f in frames if Path(f.filename).resolve() == file.resolve()]
-        lines += [error.lineno] if isinstance(error, SyntaxError) else []
-        at = f", line {lines[-1]}" if lines else ""
-        why = f"failed with {type(error).__name__}{at}: {error}"
-        raise TaskError(name, function, why, must) from error
-    if not holds(got):
-        raise TaskError(name, function, f"returned {got!r:.500}", must)
-    return got
+def begin_rewards(recipe, item, texts):
+    """Returns the Futures of a group's calls, if rewards are not computed here; else []."""
+    calls, submit = calls_of(recipe.task, item, texts), recipe.submit
+    return [submit(*call) for call in calls if submit.takes(call[0])] if submit else []
 
 
-def task_file(name):
-    """Returns the path of a task's file as error texts show it.
+def reward_group(recipe, item, texts, futures=(), from_environments=None, truncated=()):
+    """Returns a dict of floats for each completion's text, in REWARD_WEIGHTS' order; NaN means that
+    a reward does not apply. `futures` is the result of begin_rewards, if it was called.
+    `from_environments` are the rewards of each completion's environment; None: its turns are played
+    again, but for the reply to a last turn that is `truncated` (a bool for each text; (): none is).
 
-    >>> task_file("gsm8k"), task_file("my/task.py")
-    ('tasks/gsm8k.py', 'my/task.py')
+    Raises RuntimeError if the task raises (that is a bug, not a reward) or takes too long;
+    TaskError if the rewards do not have the names in REWARD_WEIGHTS.
     """
-    return name if name.endswith(".py") else f"tasks/{name}.py"
+    if from_environments is None:
+        from_environments = played(recipe, item, texts, truncated)
+    found = rewards_by_name(recipe, item, texts, futures, from_environments)
+    if recipe.failures:
+        recipe.failures.count([r is FAILED for r in found])
+    return [named_floats(recipe, r, item, text) for r, text in zip(found, texts, strict=True)]
 
 
-def has_turns(task):
-    """Returns whether a completion may have several turns."""
-    return hasattr(task, "reply") or hasattr(task, "Environment")
+def played(recipe, item, texts, truncated=()):
+    """Returns the rewards of each text's environment, whose turns are played again; None if the
+    task's environments give none."""
+    if not environment_rewards(recipe.task):
+        return None
+    from grpo.options.turns import play
+
+    written = [[text] if isinstance(text, str) else text[::2] for text in texts]
+    pairs = zip(written, truncated or [False] * len(texts), strict=True)
+    return [play(recipe, item, turns, cut)[1] for turns, cut in pairs]
 
 
-def environment_rewards(task):
-    """Returns whether the task's environments reward their completions themselves."""
-    return hasattr(getattr(task, "Environment", None), "rewards")
+def rewards_by_name(recipe, item, texts, futures=(), from_environments=None):
+    """Returns a dict of rewards by name for each text, or FAILED: those of its environment
+    (`from_environments`), of rewards(), and of group_rewards()."""
+    task, name = recipe.task, recipe.c.TASK
+    results = results_of(recipe, item, calls_of(task, item, texts), futures)
+    nothing = [{}] * len(texts)
+    by_turns = [one or {} for one in from_environments or nothing]
+    alone = results[: len(texts)] if hasattr(task, "rewards") else nothing
+    together = results[-1] if hasattr(task, "group_rewards") else nothing
+    together = [FAILED] * len(texts) if together is FAILED else together
+    must = f"return a list of {len(texts)} rewards, or dicts of rewards: one for each text"
+    is_list = hasattr(together, "__len__") and not isinstance(together, str | dict)
+    if not is_list or len(together) != len(texts):
+        raise TaskError(name, "group_rewards()", f"returned {together!r:.500}", must)
+    merged = []
+    for parts in zip(by_turns, alone, together, strict=True):
+        if any(part is FAILED for part in parts):
+            merged.append(FAILED)
+            continue
+        named = list(map(by_name, parts))
+        merged.append({name: value for part in named for name, value in part.items()})
+        if len(merged[-1]) < sum(map(len, named)):
+            got = f"returned {named!r:.500}"
+            must = "use different names"
+            raise TaskError(name, "Environment.rewards(), rewards() and group_rewards()", got, must)
+    return merged
 
 
-FAILED = object()  # in place of a completion's rewards, with MAX_FAILED_REWARDS
+def results_of(recipe, item, calls, futures):
+    """Returns the results of a group's calls; FAILED where one fails and may fail."""
+    name, results = task_file(recipe.c.TASK), []
+    what = f"{name}'s rewards of question {item.get('question', item)!r:.80}"
+    while len(results) < len(calls):
+        try:
+            # Futures apply the time limit themselves: the wait for a free process does not count
+            with announced(what) if futures else timely(recipe.c.REWARD_TIMEOUT_SECONDS, what):
+                for future in futures[len(results) :]:
+                    results.append(future.result(recipe.submit.limit))
+                for function, *arguments in calls[len(results) :]:
+                    results.append(finished(getattr(recipe.task, function)(*arguments)))
+        except (Exception, SystemExit, TooSlow) as error:  # a task's sys.exit() is a mistake, too
+            function, _, seen = calls[min(len(results), len(calls) - 1)]  # the alarm may ring late
+            slow = isinstance(error, TooSlow)
+            remedy = "; raise REWARD_TIMEOUT_SECONDS if it needs longer" if slow else ""
+            why = str(error) if futures or slow else repr(error)  # a process has sent text alone
+            failure = RuntimeError(
+                f"{name}: {function}() failed: {why}{remedy}; question {item!r},"
+                f" {'completions' if 'group' in function else 'completion'} {seen!r}"
+            )
+            if not recipe.failures:
+                raise failure from error
+            failure.__cause__ = error
+            recipe.failures.take(failure)
+            results[len(results) :] = [FAILED] * (len(results) < len(calls))
+    return results
 
 
-def by_name(rewards):
-    return rewards if isinstance(rewards, dict) else {"reward": rewards}
+def named_floats(recipe, rewards, item, text):
+    names = list(recipe.weights)
+    if rewards is FAILED:
+        return dict.fromkeys(names, math.nan)
+    if rewards.keys() == recipe.weights.keys():
+        floats = {name: as_float(rewards[name]) for name in names}
+        if all(rewards[name] is None or math.isfinite(floats[name]) for name in names):
+            return floats
+    functions = [f"{name}()" for name in ("rewards", "group_rewards") if hasattr(recipe.task, name)]
+    functions += ["Environment.rewards()"] * environment_rewards(recipe.task)
+    raise TaskError(
+        recipe.c.TASK,
+        " and ".join(functions),
+        f"returned {rewards!r:.500} for the question {item!r} and the completion {text!r}",
+        "return a value (a number below 1e30, True, False or None: does not apply) for each name in"
+        f' REWARD_WEIGHTS, {names}, as a dict, or the bare value if "reward" is the only name',
+    )
 
 
-def finished(result):
-    """Returns a function's result, that of an `async` one too."""
-    if inspect.iscoroutine(result):
-        import asyncio
-
-        return asyncio.run(result)
-    return result
-
-
-class TooSlow(BaseException):
-    """A call took too long. Not an Exception: a task that catches those must not hide it."""
-
-    def __init__(self, what, seconds):
-        super().__init__(f"{what} took more than {seconds} s")
-        self.seconds = seconds
+def as_float(value):
+    """Returns a number (of Python, NumPy or torch) or bool as a float, and anything else as NaN; so
+    are numbers beyond 1e30, as groups are sent in float32, which ends at 3e38."""
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
+    is_small = isinstance(value, numbers.Real) and abs(value) < 1e30
+    return float(value) if is_small else math.nan
 
 
-# --- In place -------------------------------------------------------------------------
-@contextlib.contextmanager
-def timely(seconds, what):
-    """Raises TooSlow in the block after `seconds`, and logs every 10 s what it waits for. If the
-    code never returns to Python, or sets another alarm as math-verify's time limits do, the process
-    ends with its traceback GRACE_SECONDS after the limit. Sets no limit outside the main thread;
-    blocks do not nest."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    start = time.monotonic()
+def total(rewards, weights):
+    """Returns the weighted sum of the rewards (floats by name) that apply to a completion, as TRL's
+    nansum; NaN if none applies.
 
-    def ring(*_):
-        waited = time.monotonic() - start
-        if waited > seconds - 0.01:
-            raise TooSlow(what, seconds)
-        log.tell(f"waited {waited:.0f} s so far for {what}")
-        signal.setitimer(signal.ITIMER_REAL, min(log.SPEAK_SECONDS, seconds - waited))
-
-    before = signal.signal(signal.SIGALRM, ring)
-    watchdog.start(seconds + GRACE_SECONDS)
-    signal.setitimer(signal.ITIMER_REAL, min(log.SPEAK_SECONDS, seconds))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        watchdog.stop()
-        signal.signal(signal.SIGALRM, before)
-
-
-class Watchdog:
-    """Ends the process with its traceback at a time. A thread of C does it, which needs no
-    interpreter; a forked child does not have it, and would wait for it for ever as it exits, so it
-    is stopped while a task forks. Starting takes 0.2 ms."""
-
-    ends = math.inf
-
-    def start(self, seconds):
-        self.ends = time.monotonic() + seconds
-        self._leave_out_of_forks()
-        self._go_on()
-
-    def stop(self):
-        self.ends = math.inf
-        faulthandler.cancel_dump_traceback_later()
-
-    def _go_on(self):
-        if self.ends < math.inf:
-            left = max(0.1, self.ends - time.monotonic())
-            faulthandler.dump_traceback_later(left, exit=True, file=sys.__stderr__)
-
-    @functools.cache  # noqa: B019 (once per process)
-    def _leave_out_of_forks(self):
-        stop = faulthandler.cancel_dump_traceback_later
-        os.register_at_fork(before=stop, after_in_parent=self._go_on)
-
-
-watchdog = Watchdog()
-
-
-def import_file(name, file):
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    >>> total({"a": 1.0, "b": math.nan}, {"a": 2.0, "b": 1.0}), total({"b": math.nan}, {"b": 1.0})
+    (2.0, nan)
+    """
+    values = [weights[name] * value for name, value in rewards.items() if not math.isnan(value)]
+    return sum(values) if values else math.nan

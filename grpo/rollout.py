@@ -13,8 +13,8 @@ from collections import deque
 
 import torch
 
+from grpo.rewards import begin_rewards, reward_group, total
 from grpo.sample import Group, Prompt
-from grpo.task import begin_rewards, reward_group, total
 
 
 # --- Prompts ------------------------------------------------------------------------

@@ -18,9 +18,9 @@ import shlex
 import sys
 from pathlib import Path
 
+from grpo.calls import called, timely
 from grpo.constants import begin, command_line, usage
 from grpo.prepare import gold_of, prepare_task
-from grpo.rewards import called, timely
 from grpo.task import Recipe, load_chat, load_items, load_questions, load_task, task_files
 
 SHOWN = 3

@@ -46,7 +46,8 @@ def test_a_reward_may_start_processes_and_none_is_left(way, tmp_path):
         import psutil
         from grpo.ranks import children, no_child_stays
         from grpo.stop import stop
-        from grpo.task import Recipe, load_task, reward_group
+        from grpo.rewards import reward_group
+from grpo.task import Recipe, load_task
         c = Constants({{"TASK": {str(file)!r}, "REWARD_TIMEOUT_SECONDS": 60}})
         recipe = Recipe(c, load_task(c.TASK), [], {{"reward": 1.0}}, "reward")
         with stop.listening(), no_child_stays():
@@ -92,7 +93,7 @@ def test_a_child_ignores_the_runs_ctrl_c_and_ends_with_the_run():
 def test_a_child_that_exits_does_not_wait_for_the_watchdog_of_the_time_limit():
     done = python("""
         import os, sys
-        from grpo.rewards import timely, watchdog
+        from grpo.calls import timely, watchdog
         with timely(20, "a reward"):
             pid = os.fork()
             if not pid:

@@ -70,7 +70,7 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "stop_strings": "grpo.policy",  # STOP_STRINGS
     "teacher": "grpo.reference",  # REFERENCE
     "tools": "grpo.task",  # a task with TOOLS
-    "turns": "grpo.rollout grpo.prepare grpo.task",  # a task with reply(), and its preview
+    "turns": "grpo.rollout grpo.prepare grpo.rewards",  # a task with reply(), and its preview
     "varlen": "grpo.forward",  # NVIDIA's GPU, in bfloat16
     "vllm_policy": "grpo.policy grpo.prepare",  # SAMPLER, and what it needs
     "worker": "grpo_ref_split",  # the role

@@ -13,9 +13,11 @@ from transformers import AutoTokenizer
 
 import grpo_ref_split as trainer
 from grpo import policy
+from grpo.calls import TaskError
 from grpo.options.shared_settings import settings_of
 from grpo.prepare import preview
-from grpo.task import TaskError, ids_of, load_split, load_task, reward_group
+from grpo.rewards import reward_group
+from grpo.task import ids_of, load_split, load_task
 
 QUESTION = {"question": "Why?"}
 

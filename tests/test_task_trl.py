@@ -9,7 +9,7 @@ import pytest
 import torch
 from fakes import a_recipe
 
-from grpo.task import reward_group, total
+from grpo.rewards import reward_group, total
 from tasks import trl
 
 CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+3?"}]

@@ -24,7 +24,8 @@ from grpo.checks import settled
 from grpo.constants import command_line
 from grpo.models import load_model
 from grpo.prepare import prepare, start_submit
-from grpo.task import begin_rewards, load_items, load_task, reward_group
+from grpo.rewards import begin_rewards, reward_group
+from grpo.task import load_items, load_task
 from tasks import arithmetic, data, gsm8k, judge
 from tasks import math as math_task
 from tasks import reasoning_gym as gym

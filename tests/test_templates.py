@@ -10,12 +10,13 @@ from fakes import FakeEngine, a_recipe, sampled
 from tokenizers.processors import TemplateProcessing
 
 from grpo import prepare
+from grpo.calls import TaskError
 from grpo.metrics import evaluate
 from grpo.models import prompt_ids
 from grpo.options.opening import opening_of, without_opening
 from grpo.options.turns import bridge
 from grpo.prepare import preview
-from grpo.task import TaskError, load_split
+from grpo.task import load_split
 from tasks import gsm8k
 
 USER = {"role": "user", "content": "How many?"}

@@ -3,8 +3,8 @@ sampled, so that a judge behind an API needs no processes."""
 
 import asyncio
 
+from grpo.calls import GRACE_SECONDS, TooSlow
 from grpo.log import in_background
-from grpo.rewards import GRACE_SECONDS, TooSlow
 
 
 def start_loop(task, seconds):

@@ -18,8 +18,8 @@ import traceback
 
 from transformers.utils import get_json_schema
 
+from grpo.calls import TooSlow, called, finished, has_turns
 from grpo.log import say
-from grpo.rewards import TooSlow, called, finished, has_turns
 
 MAX_RESULT_CHARS = 10_000  # the model reads so many characters of a result
 CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)

@@ -17,9 +17,7 @@ from dataclasses import dataclass, field
 
 import jinja2
 
-from grpo.log import announced, in_background, say
-from grpo.models import stop_ids
-from grpo.rewards import (
+from grpo.calls import (
     FAILED,
     SOONER,
     TaskError,
@@ -29,6 +27,8 @@ from grpo.rewards import (
     task_file,
     timely,
 )
+from grpo.log import announced, in_background, say
+from grpo.models import stop_ids
 from grpo.sample import Prompt, Sample
 
 MUST = "return what follows the model's turn, a text or a message with role and content, or None"

@@ -13,10 +13,10 @@ from documents import ROOT
 from fakes import a_recipe, sampled
 from test_turns import Actor, prompts
 
+from grpo.calls import TaskError
 from grpo.options.turns import stream_turns
-from grpo.rewards import TaskError
+from grpo.rewards import reward_group
 from grpo.sample import Prompt
-from grpo.task import reward_group
 from tasks.programs import Program
 
 

@@ -15,7 +15,8 @@ from grpo.metrics import rollout_metrics
 from grpo.options.async_rewards import start_loop
 from grpo.options.failures import Failures
 from grpo.prepare import start_submit
-from grpo.rollout import begin_rewards, tally
+from grpo.rewards import begin_rewards
+from grpo.rollout import tally
 
 NAN = {"correctness": math.nan, "format": math.nan}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo.rewards import TooSlow, import_file, timely
+from grpo.calls import TooSlow, import_file, timely
 
 ROOT = Path(__file__).parents[2]
 SLOW = ROOT / "tests" / "tasks" / "slow.py"
@@ -66,9 +66,9 @@ def test_what_can_not_be_interrupted_ends_the_process_with_a_traceback(block):
     interpreter: here one that another thread never gives up."""
     program = f"""
 import ctypes, signal, time
-from grpo import rewards
-rewards.GRACE_SECONDS = 0.4
-with rewards.timely(0.1, "this"):{block}"""
+from grpo import calls
+calls.GRACE_SECONDS = 0.4
+with calls.timely(0.1, "this"):{block}"""
     options = {"capture_output": True, "text": True, "cwd": ROOT, "timeout": 60}
     run = subprocess.run([sys.executable, "-c", program], check=False, **options)
     assert run.returncode == 1 and 'File "<string>"' in run.stderr

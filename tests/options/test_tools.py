@@ -9,6 +9,7 @@ import torch
 from fakes import a_recipe, sampled
 from test_turns import Actor
 
+from grpo.calls import TaskError, TooSlow
 from grpo.metrics import turn_metrics
 from grpo.models import prompt_ids
 from grpo.options import tools as module
@@ -16,7 +17,6 @@ from grpo.options.shared_settings import settings_of
 from grpo.options.tools import give_tools
 from grpo.options.turns import bridge
 from grpo.prepare import preview
-from grpo.rewards import TaskError, TooSlow
 from grpo.sample import Sample
 from grpo.task import load_task
 from tasks import python_tool

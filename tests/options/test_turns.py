@@ -15,6 +15,7 @@ from fakes import a_recipe, a_run, sampled, tiny_policy
 import evaluate
 import grpo_ref_split as trainer
 from grpo import metrics, report, sampler
+from grpo.calls import TaskError
 from grpo.forward import CompletionModel
 from grpo.models import prompt_ids
 from grpo.options import continued
@@ -23,7 +24,6 @@ from grpo.options.stop_strings import StopStrings
 from grpo.options.turns import bridge, play, show_turns
 from grpo.sample import Prompt, Sample
 from grpo.sampler import next_prompts
-from grpo.task import TaskError
 from grpo_loss_triton import linear_logps
 from plot import show_samples
 from tasks import calculator, guess
