@@ -57,12 +57,16 @@ def before_torch():
 
 # --- The command line -----------------------------------------------------------------
 def begin():
-    """Runs before a script imports torch: refuses Windows, makes Ctrl-C print one line instead of
-    an import's traceback, and has characters that stdout's encoding lacks escaped."""
+    """Runs before a script imports torch: refuses Windows and -OO, makes Ctrl-C print one line
+    instead of an import's traceback, and escapes characters that stdout's encoding lacks."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     if os.name == "nt":  # no fcntl, no process groups
         raise SystemExit("Windows is not supported: install WSL (wsl --install) and run this there")
+    if sys.flags.optimize > 1:  # usage texts and descriptions of TOOLS are docstrings
+        raise SystemExit(
+            "python -OO (PYTHONOPTIMIZE=2) removes docstrings, which we need: leave it out"
+        )
     if sys.platform == "darwin":
         print("running on the Mac's CPU; Macs are untested, so please report what fails")
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would use the GPU, but we do not

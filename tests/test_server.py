@@ -208,3 +208,17 @@ def test_a_server_that_a_signal_ends_says_so_also_while_it_loads(name):
     words = [sys.executable, "-c", lines]
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 1 and f"ended by {name}" in ended.stderr
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]", "127.0.0.1", "localhost"])
+def test_the_url_that_a_server_prints_is_one_that_a_client_accepts(tiny, host):
+    words = [sys.executable, "ref_server.py", f"MODEL={tiny}", f"HOST={host}", "PORT=0"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            line = next(line for line in process.stdout if line.startswith("serving "))
+            url = line.split(" on ")[1].strip()
+            client = ReferenceClient(url, 1)
+            assert client.call("GET", "/info").json()["model"] == str(tiny)
+            assert requests.get(f"{url}/health", timeout=9).ok
+        finally:
+            process.kill()
