@@ -27,11 +27,12 @@ ANCHOR = re.compile(rf"(?im)(?:answer\b[^.:=\d]{{0,40}}?(?:\bis\b|:|=) ?:?|^A:)\
 # --- Which number it is ---
 UNIT = r"years?|yrs?|months?|weeks?|days?|d|hours?|hrs?|h|minutes?|mins?|m|miles?|mi|km|cm|yards?"
 UNIT += r"|feet|foot|ft|stones?|pounds?|lbs?|kg|g|dollars?|euros?|gallons?|gal|quarts?|qt|pints?|pt"
-UNIT += r"|cups?|l|degrees?|(?:kilo|centi)?(?:met(?:er|re)|gram|lit(?:er|re))s?"
-SMALL = rf"{UNIT}|seconds?|secs?|s|inch(?:es)?|in|ounces?|oz|cents?|pence|mm|ml"
+UNIT += r"|tons?|rupees?|cups?|l|degrees?|(?:kilo|centi)?(?:met(?:er|re)|gram|lit(?:er|re))s?"
+SMALL = rf"{UNIT}|seconds?|secs?|s|inch(?:es)?|in|ounces?|oz|cents?|pence|paise|mm|ml"
 # The unit between the numbers of "2 h 45 min", "5 ft 3 in" or "2h45", which are no single number
-TWO_UNITS = rf"(?i)(?<=\d)\s*-?(?:{UNIT})(?![^\W\d_])\.?(?=[\s,]*(?:(?:and|&)\s*)?\d[\d.,/]*"
-TWO_UNITS += rf"(?:\s*-?(?:{SMALL})(?![^\W\d_])|\s*(?:[^\w\s]|$)))"
+TWO_UNITS = rf"(?i)(?<=\d)[^\S\n]*-?(?:(?:hrs?|mins?|ft|lbs?|yrs?)\.|(?:{UNIT})(?![^\W\d_]))"
+TWO_UNITS += r"(?=(?:[^\S\n]|,)*(?:(?:and|&)[^\S\n]*)?\d[\d.,/]*"
+TWO_UNITS += rf"(?:[^\S\n]*-?(?:{SMALL})(?![^\W\d_])|[^\S\n]*(?:[^\w\s]|$)))"
 CLEAN = [(re.compile(pattern, re.DOTALL), to) for pattern, to in (
     (r"<<.*?>>", ""),  # GSM8K's calculator notes
     ("\u2212", "-"),
