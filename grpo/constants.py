@@ -103,7 +103,7 @@ def fault_of(name):
         for file in filter(Path.is_file, folder.iterdir() if folder.is_dir() else ()):
             file.open("rb").close()
     except PermissionError as error:
-        return f"this user can't read {error.filename}: its owner may allow it by chmod -R a+rX"
+        return f"{error.filename} can't be read by this user: its owner can chmod -R a+rX"
     if Path(folder, "run.json").exists():
         return f"it is the RUN_DIR of a run: name a model in it, such as {folder / 'final'}"
     if folder.is_file():
