@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import functools
 import hashlib
 import json
 import sys
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from grpo.checkpoint import load, newest, point, saved_in
 from grpo.constants import Constants, is_same
 from grpo.engine import learning_rate
-from grpo.log import say
+from grpo.log import say, say_once
 from grpo.ranks import gathered
 from grpo.report import ROOT, RunFolder, commit, naming_run_dir
 
@@ -105,13 +104,9 @@ def lock(file, folder, how=0):
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False
-        warn_of_disk(str(folder), error.strerror)
+        why = f"is on a disk without file locks ({error.strerror})"
+        say_once(f"{folder} {why}: run one process at a time there")
     return True
-
-
-@functools.cache  # once
-def warn_of_disk(folder, why):
-    say(f"{folder} is on a disk without file locks ({why}): run one process at a time there")
 
 
 # --- What a run is trained and evaluated on ---------------------------------------------
@@ -257,8 +252,7 @@ def check_resumable(path, state, now):
 
 
 def note_rate(step, before, now):
-    """Logs the learning rates of the last step and the next one, if they differ by more than they
-    would have without a change of the constants."""
+    """Logs the learning rate before and after a resume that changes it by more than a step does."""
     (old, due), (_, new) = ([learning_rate(c, s) for s in (step, step + 1)] for c in (before, now))
     if 0 < step < now.STEPS and abs(new - old) > 1.01 * abs(due - old):
         say(f"the learning rate was {old:.3g} at step {step}, and is {new:.3g} at step {step + 1}")

@@ -628,7 +628,7 @@ def test_a_disk_without_locks_is_logged_once_and_the_run_goes_on(
     tmp_path, monkeypatch, capsys, number
 ):
     monkeypatch.setattr(resume.fcntl, "flock", failing(number))
-    resume.warn_of_disk.cache_clear()
+    resume.say_once.cache_clear()
     for _ in range(2):
         with resume.lock_run(tmp_path) as file:
             assert resume.lock(file, tmp_path)
