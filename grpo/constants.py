@@ -64,9 +64,7 @@ def begin():
     if os.name == "nt":  # no fcntl, no process groups
         raise SystemExit("Windows is not supported: install WSL (wsl --install) and run this there")
     if sys.flags.optimize > 1:  # usage texts and descriptions of TOOLS are docstrings
-        raise SystemExit(
-            "python -OO (PYTHONOPTIMIZE=2) removes docstrings, which we need: leave it out"
-        )
+        raise SystemExit("python -OO (PYTHONOPTIMIZE=2) removes docstrings we need: leave it out")
     if sys.platform == "darwin":
         print("running on the Mac's CPU; Macs are untested, so please report what fails")
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would use the GPU, but we do not
