@@ -75,7 +75,7 @@ from grpo.devices import accelerator
 from grpo.forward import CompletionModel
 from grpo.log import in_background
 from grpo.models import load_model, load_tokenizer
-from grpo.options.gate import Busy, Gate, listen, token_for
+from grpo.options.gate import Busy, Gate, listen, token_for, url_of
 from grpo.scoring import score_groups
 from grpo.stop import ANNOUNCE, leave
 from grpo.wire import facts_of, ids_by_sequence, pack_logps, unpack_ids, weights_of
@@ -178,7 +178,8 @@ def make_app(waiting, info, limits, threads, token):
 # --- Main ---------------------------------------------------------------------------
 def main(**given):
     c = settled(given)
-    token = token_for(c.HOST, "HOST")
+    host = c.HOST.strip("[]")  # of [::1]
+    token = token_for(host, "HOST")
     for number in (signal.SIGTERM, *ANNOUNCE):
         if signal.getsignal(number) == signal.SIG_DFL:  # not ignored (nohup); even within torch
             signal.signal(number, lambda n, _: leave(f"ended by {signal.Signals(n).name}"))
@@ -186,10 +187,10 @@ def main(**given):
     reference = Reference(c)
     waiting = queue.SimpleQueue()
     app = make_app(waiting, reference.info, reference.limits, c.THREADS, token)
-    server = listen(app, c.HOST, c.PORT, c.THREADS, c.MAX_BODY_BYTES)
+    server = listen(app, host, c.PORT, c.THREADS, c.MAX_BODY_BYTES)
     http = in_background(server.run)
     dtype = reference.info["dtype"]
-    print(f"serving {c.MODEL} ({dtype}) on http://{c.HOST}:{server.effective_port}", flush=True)
+    print(f"serving {c.MODEL} ({dtype}) on {url_of(host, server.effective_port)}", flush=True)
     # Scoring runs in the main thread: if it fails for good, the process ends and clients notice
     while http.is_alive():
         if requests := take(waiting, 8 * c.SCORE_BATCH_TOKENS):

@@ -63,13 +63,15 @@ def before_torch():
 
 # --- The command line -----------------------------------------------------------------
 def begin():
-    """Runs before a script imports torch: refuses Windows, makes Ctrl-C print one line instead of
-    an import's traceback, has characters that stdout's encoding lacks escaped, and keeps the script
-    from being imported in processes that a task starts."""
+    """Runs before a script imports torch: refuses Windows and -OO, makes Ctrl-C print one line
+    instead of an import's traceback, escapes characters that stdout's encoding lacks, and keeps the
+    script from being imported in processes that a task starts."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     if os.name == "nt":  # no fcntl, no process groups
         raise SystemExit("Windows is not supported: install WSL (wsl --install) and run this there")
+    if sys.flags.optimize > 1:  # usage texts and descriptions of TOOLS are docstrings
+        raise SystemExit("python -OO (PYTHONOPTIMIZE=2) removes docstrings we need: leave it out")
     if sys.platform == "darwin":
         print("running on the Mac's CPU; Macs are untested, so please report what fails")
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would use the GPU, but we do not
@@ -109,7 +111,7 @@ def fault_of(name):
         for file in filter(Path.is_file, folder.iterdir() if folder.is_dir() else ()):
             file.open("rb").close()
     except PermissionError as error:
-        return f"this user can't read {error.filename}: its owner may allow it by chmod -R a+rX"
+        return f"{error.filename} can't be read by this user: its owner can chmod -R a+rX"
     if Path(folder, "run.json").exists():
         return f"it is the RUN_DIR of a run: name a model in it, such as {folder / 'final'}"
     if folder.is_file():

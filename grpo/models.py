@@ -215,34 +215,29 @@ def stop_ids(name, tokenizer, stop_tokens):
     return eos_ids
 
 
-class Opened(list):
-    """Ids of a prompt that ends within the assistant's turn; `opening` is the turn's beginning."""
-
-
 def prompt_ids(tokenizer, messages, /, **options):
-    """Returns the ids of a chat up to the start of the answer; Opened if the last message is the
-    assistant's, which goes on, as in TRL. `options` are the chat template's (CHAT_TEMPLATE)."""
-    goes_on = messages[-1]["role"] == "assistant"
+    """Returns the ids of a chat up to the start of the answer, or within it, if the last message is
+    the assistant's. `options` are those of the chat template (CHAT_TEMPLATE)."""
+    if messages[-1]["role"] == "assistant" and "continue_final_message" not in options:
+        from grpo.options.opening import ids_within
+
+        return ids_within(prompt_ids, tokenizer, messages, options)
     if not tokenizer.chat_template:  # GPT-2 and other plain models
-        text = "\n\n".join(message["content"] for message in messages) + "\n" * (not goes_on)
-        ids = tokenizer(text)["input_ids"]
-    else:
-        begin = "continue_final_message" if goes_on else "add_generation_prompt"
-        template = functools.partial(tokenizer.apply_chat_template, **{begin: True} | options)
-        try:
-            text = template(messages, tokenize=False)
-        except jinja2.TemplateError:  # Gemma has no system role: the user's message gets its text
-            if len(messages) < 2 or messages[0]["role"] != "system":
-                raise
-            system, first, *rest = messages
-            joined = f"{system['content']}\n\n{first['content']}"
-            text = template([first | {"content": joined}, *rest], tokenize=False)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has them
-    ids = without_eos(tokenizer, ids)
-    if goes_on:
-        ids, content = Opened(ids), messages[-1]["content"]
-        ids.opening = content if text.endswith(content) else content.strip()  # as the model sees it
-    return ids
+        joined = "\n\n".join(message["content"] for message in messages)
+        end = "\n" * ("continue_final_message" not in options)
+        return without_eos(tokenizer, tokenizer(joined + end)["input_ids"])
+    options = {"add_generation_prompt": True} | options
+    template = functools.partial(tokenizer.apply_chat_template, **options)
+    try:
+        text = template(messages, tokenize=False)
+    except jinja2.TemplateError:  # Gemma has no system role: the text goes into the user's message
+        if len(messages) < 2 or messages[0]["role"] != "system":
+            raise
+        system, first, *rest = messages
+        joined = f"{system['content']}\n\n{first['content']}"
+        text = template([first | {"content": joined}, *rest], tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has them
+    return without_eos(tokenizer, ids)
 
 
 def without_eos(tokenizer, ids):

@@ -196,13 +196,12 @@ def log_idle(run, metrics, groups):
 
 
 def note_accuracies(metrics):
-    """Logs a run's accuracies from its file of metrics. If greedy answers are right from the start,
+    """Logs the accuracies in a run's file of metrics. If greedy answers are right from the start,
     only the accuracy of samples can rise."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     names = "accuracy", "eval_accuracy"
     sampled, greedy = ([r[name] for r in records if r.get(name) is not None] for name in names)
-    if sampled:
-        n = min(10, -(-len(sampled) // 4))  # steps, as one is noisy
+    if n := min(10, -(-len(sampled) // 4)):  # steps, as one is noisy
         first, last = (sum(part) / n for part in (sampled[:n], sampled[-n:]))
         found = f"{first:.3f} in the first {n} of {len(sampled)} steps, {last:.3f} in the last {n}"
         then = f"; greedy: {greedy[0]:.3f}, then {greedy[-1]:.3f}" if greedy else ""

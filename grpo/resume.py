@@ -200,8 +200,7 @@ def check_resumable(path, state, now):
 
 
 def note_rate(step, before, now):
-    """Logs the learning rates of the last step and the next one, if they differ by more than they
-    would have without a change of the constants."""
+    """Logs the learning rate before and after a resume that changes it by more than a step does."""
     (old, due), (_, new) = ([learning_rate(c, s) for s in (step, step + 1)] for c in (before, now))
     if 0 < step < now.STEPS and abs(new - old) > 1.01 * abs(due - old):
         say(f"the learning rate was {old:.3g} at step {step}, and is {new:.3g} at step {step + 1}")

@@ -110,4 +110,5 @@ if __name__ == "__main__":
     if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
         main(sys.argv.pop(1))
     else:
+        begin()
         print(usage(__doc__), listed(), sep="\n\n")

@@ -25,13 +25,21 @@ REST = r"(?:(?![.!?](?:\s|$)).){0,200}"  # the rest of a sentence
 NUMERIC = rf"(?=.{{0,200}}\d)({REST}\d{REST})"  # looks for the digit first: REST is slow
 ANCHOR = re.compile(rf"(?im)(?:answer\b[^.:=\d]{{0,40}}?(?:\bis\b|:|=) ?:?|^A:)\s*{NUMERIC}")
 # --- Which number it is ---
-UNIT = r"years?|yrs?|months?|weeks?|days?|d|hours?|hrs?|h|minutes?|mins?|m|miles?|mi|km|cm|yards?"
-UNIT += r"|feet|foot|ft|stones?|pounds?|lbs?|kg|g|dollars?|euros?|gallons?|gal|quarts?|qt|pints?|pt"
-UNIT += r"|cups?|l|degrees?|(?:kilo|centi)?(?:met(?:er|re)|gram|lit(?:er|re))s?"
-SMALL = rf"{UNIT}|seconds?|secs?|s|inch(?:es)?|in|ounces?|oz|cents?|pence|mm|ml"
-# The unit between the numbers of "2 h 45 min", "5 ft 3 in" or "2h45", which are no single number
-TWO_UNITS = rf"(?i)(?<=\d)\s*-?(?:{UNIT})(?![^\W\d_])\.?(?=[\s,]*(?:(?:and|&)\s*)?\d[\d.,/]*"
-TWO_UNITS += rf"(?:\s*-?(?:{SMALL})(?![^\W\d_])|\s*(?:[^\w\s]|$)))"
+UNITS = [  # of one dimension each
+    r"years?|yrs?|months?|weeks?|days?|d|hours?|hrs?|h|minutes?|mins?|m|seconds?|secs?|s",
+    r"miles?|mi|yards?|feet|foot|ft|inch(?:es)?|in|k?m|[cm]m|(?:kilo|centi|milli)?met(?:er|re)s?",
+    r"tons?|stones?|pounds?|lbs?|ounces?|oz|[km]?g|(?:kilo|milli)?grams?",
+    r"gallons?|gal|quarts?|qt|pints?|pt|cups?|m?l|(?:milli)?lit(?:er|re)s?",
+    r"dollars?|euros?|pounds?|rupees?|cents?|pence|paise",
+]
+# A unit before another number of its dimension ("2 h 45 min"), or before a bare one ("5 ft 3")
+WHOLE, SPACE = r"(?![^\W\d_])", r"[^\S\n]*"
+AND = rf"(?:[^\S\n]|[-+,])*(?:(?:and|&){SPACE})?\d[\d.,/]*{SPACE}-?"
+PAIRS = [rf"(?:(?:hrs?|mins?|ft|lbs?)\.|(?:{u}){WHOLE})(?={AND}(?:{u}){WHOLE})" for u in UNITS]
+BARE = (
+    rf"(?:h|hrs?|hours?|feet|foot|ft|m|lbs?|pounds?){WHOLE}(?=[ -]*\d[\d.,/]*{SPACE}(?:[^\w\s]|$))"
+)
+TWO_UNITS = rf"(?i)(?<=\d){SPACE}-?(?:{'|'.join([*PAIRS, BARE])})"
 CLEAN = [(re.compile(pattern, re.DOTALL), to) for pattern, to in (
     (r"<<.*?>>", ""),  # GSM8K's calculator notes
     ("\u2212", "-"),

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -246,3 +247,14 @@ def test_constants_cant_be_set_and_a_change_is_a_copy():
     assert (other.GROUP_SIZE, c.GROUP_SIZE, other.STEPS) == (1, 8, c.STEPS)
     given["STOP_STRINGS"].append("b")
     assert c.STOP_STRINGS == ["a"] and vars(settled(trainer.DEFAULTS, {})) == trainer.DEFAULTS
+
+
+@pytest.mark.parametrize("words", [
+    ["grpo_ref_split.py", "-h"], ["grpo_ref_split.py", "STEPS=1"], ["ref_server.py", "nothing"],
+    ["-m", "tasks"], ["-m", "tasks", "gsm8k"], ["evaluate.py", "a", "b"],
+])  # fmt: skip
+def test_python_without_docstrings_is_refused_in_a_line(words):
+    command = [sys.executable, "-OO", *words]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and not ended.stdout
+    assert re.fullmatch("python -OO .* leave it out\n", ended.stderr)

@@ -71,7 +71,7 @@ def test_signals_that_announce_an_end_stop_a_trainer_as_sigterm_does(number):
 
 @pytest.mark.parametrize("number", ANNOUNCE, ids=lambda number: number.name)
 def test_they_do_not_if_they_are_ignored_or_have_a_handler(number):
-    """nohup ignores SIGHUP; faulthandler.register and submitit use SIGUSR1 and SIGUSR2."""
+    """nohup ignores SIGHUP; submitit, which requeues jobs, has handlers of SIGUSR1 and SIGUSR2."""
     ignore = lambda: signal.signal(number, signal.SIG_IGN)
     with listener("compute", preexec_fn=ignore) as process:
         process.send_signal(number)

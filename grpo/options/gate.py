@@ -128,6 +128,15 @@ def token_for(host, constant):
     return token
 
 
+def url_of(host, port):
+    """Returns the URL of an address; IPv6's is in brackets.
+
+    >>> url_of("127.0.0.1", 59875), url_of("::1", 59875)
+    ('http://127.0.0.1:59875', 'http://[::1]:59875')
+    """
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def listen(app, host, port, threads, max_body_bytes):
     """Returns the HTTP server; run() serves. Raises SystemExit if the address can't be used."""
     try:
@@ -144,4 +153,4 @@ def listen(app, host, port, threads, max_body_bytes):
             max_request_body_size=max_body_bytes + 1,  # refuses from this many bytes on
         )
     except (OSError, ValueError) as error:
-        sys.exit(f"can't listen at http://{host}:{port} ({error}): is the port in use?")
+        sys.exit(f"can't listen at {url_of(host, port)} ({error}): is the port in use?")

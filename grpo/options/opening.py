@@ -8,6 +8,21 @@ THINKS = re.compile("think|thought|reason|reflect|analysis|scratchpad", re.IGNOR
 ROLES = {"assistant", "model", "bot", "gpt", "ai"}  # a template may write a role as a tag
 
 
+class Opened(list):
+    """Ids of a prompt that ends within the assistant's turn; `opening` is the turn's beginning."""
+
+
+def ids_within(prompt_ids, tokenizer, messages, options):
+    """Returns the Opened ids of a chat whose last message is the assistant's, which goes on, as in
+    TRL. `options` are the chat template's; models.prompt_ids calls this with itself."""
+    begin = {"continue_final_message": True, "add_generation_prompt": False}
+    ids = prompt_ids(tokenizer, messages, **begin | options)
+    ids, content = Opened(ids), messages[-1]["content"]
+    text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    ids.opening = content if text.endswith(content) else content.strip()  # as the model sees it
+    return ids
+
+
 def opening_of(tokenizer, ids):
     """Returns the text of the prompt's last message if that is the assistant's (Opened). Else it
     returns the tag that the chat template has opened at the end of the prompt's `ids`, with the

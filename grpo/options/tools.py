@@ -34,7 +34,7 @@ def give_tools(name, task):
     must = "be a list of functions, each with type hints and a docstring that explains its Args"
     task.TOOL_SCHEMAS = called(name, "TOOLS", must, lambda: schemas(task.TOOLS), holds=bool)
     if not has_turns(task):
-        task.Environment = type("Environment", (Tools,), {"task": task, "seen": set()})
+        task.Environment = type("Environment", (Tools,), {"task": task})
 
 
 def schemas(tools):
@@ -48,7 +48,6 @@ class Tools:
     """The environment of one completion: it calls the tools that the model's turns name."""
 
     task, role = None, "tool"  # of its messages
-    seen = frozenset()  # kinds of failures that are in the log; a set for each task
 
     def __init__(self, item):
         described = zip(self.task.TOOLS, self.task.TOOL_SCHEMAS, strict=True)
@@ -70,8 +69,9 @@ class Tools:
             told = self.result(text, end)
         except Failed as failed:
             self.failed, told = self.failed + 1, f"error: {failed.told}"
-            if failed.kind not in self.seen:
-                self.seen.add(failed.kind)
+            seen = vars(self.task).setdefault("_failures_logged", set())
+            if failed.kind not in seen:
+                seen.add(failed.kind)
                 say(f"a tool call failed, the first of its kind{failed.where}: {told:.500}")
         most = getattr(self.task, "MAX_RESULT_CHARS", MAX_RESULT_CHARS)
         cut = f"\n... (cut: the first {most} of {len(told)} characters)" if len(told) > most else ""
