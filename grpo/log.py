@@ -1,7 +1,6 @@
 """Log lines of a process: about the run, about itself, and about what it waits for (waits.Wait)."""
 
 import contextlib
-import functools
 import os
 import sys
 import threading
@@ -18,9 +17,6 @@ def say(text):
         with contextlib.suppress(OSError):  # a `| tee` or the terminal may end before the run
             tqdm.write(f"{time.strftime('%H:%M:%S')} {text}")
             sys.stdout.flush()
-
-
-say_once = functools.cache(say)
 
 
 def tell(text):
