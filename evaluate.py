@@ -38,10 +38,10 @@ from grpo.options import scores
 from grpo.options.merge import base_of, load_base_tokenizer, merge_into
 from grpo.options.sample_sizes import fit_worker
 from grpo.policy import make_policy
-from grpo.prepare import as_seen, gold_of, prepare_task, start_submit
+from grpo.prepare import as_seen, gold_of, prepare_task
 from grpo.ranks import gathered, join_ranks
-from grpo.rewards import reward_group
-from grpo.task import load_chat, load_task
+from grpo.rewards import reward_texts
+from grpo.task import load_chat
 
 # The constants that we take from a checkpoint's run; OF_TASK only if TASK is the same
 OF_RUN = ("EVAL_SPLIT", "MAX_COMPLETION_TOKENS", "STOP_TOKENS", "STOP_STRINGS", "DTYPE")
@@ -115,7 +115,7 @@ def print_junk(recipe):
         junk[f"always the most frequent gold, {gold!r:.60}"] = lambda item: gold
     for what, text_of in junk.items():
         given = [
-            reward_group(recipe, item, [as_seen(recipe.opening(ids), text_of(item))])[0]
+            reward_texts(recipe, item, [as_seen(recipe.opening(ids), text_of(item))])[0]
             for _, item, ids in prompts
         ]
         shares = {name: fmean(r[name] > 0 for r in given) for name in recipe.weights}
@@ -125,13 +125,12 @@ def print_junk(recipe):
         say(f"positive rewards of {what}: {earned}{warning}")
 
 
-def answers_of(c, options, model, submit, rank, world):
+def answers_of(c, options, model, rank, world):
     """Returns (names, {kind: {question: answers}}) of a model, kinds "greedy" and "N samples ...";
     names are the outcome's and those of rewards to which the task gives weight 0. Each rank answers
-    its share of the questions; `submit` is start_submit's."""
+    its share of the questions."""
     c = c.but(MODEL=base_of(model))
     tokenizer, recipe = prepare_task(c, split=c.EVAL_SPLIT, shown=1)
-    recipe.submit = submit
     if options.samples and rank == 0 and model == options.models[0]:
         print_junk(recipe)
     draws = {"greedy": recipe.others(GROUP_SIZE=1, TEMPERATURE=0)}
@@ -184,8 +183,7 @@ def main():
         join_ranks(c.WAIT_LIMIT_SECONDS)
     elif (gpus := torch.accelerator.device_count()) > 1:
         say(f"using one of {gpus} GPUs; start with `deepspeed` instead of `python` to use all")
-    submit = start_submit(c, load_task(c.TASK))
-    results = [answers_of(c, options, model, submit, rank, world) for model in options.models]
+    results = [answers_of(c, options, model, rank, world) for model in options.models]
     if rank == 0:
         report(c, options.models, results, options.out)
     if world > 1:

@@ -219,7 +219,7 @@ def sample_share(run, number, begun, counts):
 def set_advantages(recipe, groups):
     """Sets the advantage of each sample, by the total rewards of its group (line 9)."""
     for group in groups:
-        totals = torch.tensor(rollout.totals_of(recipe, group))
+        totals = torch.tensor([sample.total for sample in group.samples])
         found = plain_loss.group_advantages(totals, scale_by_std=recipe.c.ADVANTAGE_STD)
         for sample, advantage in zip(group.samples, found.tolist(), strict=True):
             sample.advantage = advantage

@@ -4,10 +4,10 @@ with timely(60, "the rewards"): task.rewards(item, text)
 """
 
 import contextlib
+import copy
 import faulthandler
 import functools
 import importlib.util
-import inspect
 import math
 import os
 import signal
@@ -75,20 +75,14 @@ def environment_rewards(task):
     return hasattr(getattr(task, "Environment", None), "rewards")
 
 
-FAILED = object()  # in place of a completion's rewards, with MAX_FAILED_REWARDS
-
-
 def by_name(rewards):
     return rewards if isinstance(rewards, dict) else {"reward": rewards}
 
 
-def finished(result):
-    """Returns a function's result, that of an `async` one too."""
-    if inspect.iscoroutine(result):
-        import asyncio
-
-        return asyncio.run(result)
-    return result
+def own(name, item):
+    """Returns a copy of a question for one call: what the task changes in it stays there."""
+    must = "have nothing that copy.deepcopy refuses: keep a connection or a lock in the module"
+    return called(name, f"the question {item!r:.200}", must, lambda: copy.deepcopy(item))
 
 
 class TooSlow(BaseException):

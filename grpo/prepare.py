@@ -8,10 +8,12 @@ import functools
 import inspect
 import math
 
-from grpo.calls import TaskError, called, has_turns
+from grpo.calls import TaskError, called, has_turns, own
 from grpo.log import say
-from grpo.rewards import reward_group
+from grpo.rewards import reward_texts
 from grpo.task import Recipe, load_chat, load_split, load_task
+
+REWARDS = "rewards", "group_rewards"  # a task's functions that may be async
 
 
 def prepare(c, needs_server=False):
@@ -30,17 +32,7 @@ def prepare(c, needs_server=False):
         server = ReferenceClient(c.REF_SERVER, c.WAIT_LIMIT_SECONDS)
     tokenizer, recipe = prepare_task(c, split="train", shown=1, server=server)
     check_context(c)
-    recipe.submit = start_submit(c, recipe.task)
     return tokenizer, recipe, server
-
-
-def start_submit(c, task):
-    """Returns Recipe.submit: an event loop if rewards are async, else None."""
-    if not inspect.iscoroutinefunction(getattr(task, "rewards", None)):
-        return None
-    from grpo.options.async_rewards import start_loop
-
-    return start_loop(task, c.REWARD_TIMEOUT_SECONDS)
 
 
 def prepare_task(c, *, split, shown, server=None):
@@ -52,6 +44,14 @@ def prepare_task(c, *, split, shown, server=None):
     if server:
         server.check(c.MODEL, tokenizer, c.TEMPERATURE)
     recipe = Recipe(c, task, load_split(c, task, split, tokenizer))
+    if any(inspect.iscoroutinefunction(getattr(task, name, None)) for name in REWARDS):
+        from grpo.options.async_rewards import start_loop
+
+        recipe.submit = start_loop(task, c.REWARD_TIMEOUT_SECONDS)
+    if c.MAX_FAILED_REWARDS:
+        from grpo.options.failures import Failures
+
+        recipe.failures = Failures(c.MAX_FAILED_REWARDS)
     ends = {tuple(ids[-4:]) for _, _, ids in recipe.prompts}  # few: those of the chat template
     tags = any(tokenizer.decode(end).rstrip().endswith((">", "]")) for end in ends)
     if tags or any(hasattr(ids, "opening") for _, _, ids in recipe.prompts):
@@ -60,17 +60,13 @@ def prepare_task(c, *, split, shown, server=None):
         recipe.opening = functools.partial(opening_of, tokenizer)
     recipe.resolve()
     preview(recipe, tokenizer, shown)
-    if c.MAX_FAILED_REWARDS:
-        from grpo.options.failures import Failures
-
-        recipe.failures = Failures(c.MAX_FAILED_REWARDS)
     return tokenizer, recipe
 
 
 # --- Preview --------------------------------------------------------------------------
 def preview(recipe, tokenizer, number):
     """Prints the first `number` prompts as the model sees them, and the rewards of an empty
-    completion and of the gold answer. Raises reward_group's errors; TaskError if gold() is wrong.
+    completion and of the gold answer. Raises rewarded's errors; TaskError if gold() is wrong.
 
     The model may sample an empty completion: a reward function that fails on it would end the run
     hours later.
@@ -144,14 +140,15 @@ def gold_of(recipe, item, must, or_none=False):
     turns if the task has reply(). Raises TaskError with `must` for anything else."""
     task = recipe.task
     kinds = (str, list) if has_turns(task) else str
-    gold = lambda: task.gold(item) if hasattr(task, "gold") else str(item["answer"])
+    mine = own(recipe.c.TASK, item)
+    gold = lambda: task.gold(mine) if hasattr(task, "gold") else str(item["answer"])
     holds = lambda got: (isinstance(got, kinds) and got != []) or (got is None and or_none)
     return called(recipe.c.TASK, f"gold({item!r:.500})", must, gold, holds)
 
 
 def show_rewards(recipe, item, what, text):
     """Prints and returns the rewards of a completion."""
-    (rewards,) = reward_group(recipe, item, [text])
+    (rewards,) = reward_texts(recipe, item, [text])
     values = {n: "does not apply" if math.isnan(v) else f"{v:g}" for n, v in rewards.items()}
     say(f"rewards of {what}: {', '.join(f'{name} {value}' for name, value in values.items())}")
     return rewards

@@ -1,139 +1,176 @@
-"""Calls a task's reward functions, and turns what they return into floats."""
+"""Calls a task's reward functions, and turns what they return into floats.
+
+    rewarded(recipe, group)    # sets the rewards and the total of each sample
+
+A task returns a number, a bool, None (does not apply), or a dict of them. A sample has a float for
+each name of REWARD_WEIGHTS, in that order; NaN: it does not apply, or its function has failed.
+"""
 
 import math
 import numbers
 
-from grpo.calls import (
-    FAILED,
-    TaskError,
-    TooSlow,
-    by_name,
-    environment_rewards,
-    finished,
-    has_turns,
-    task_file,
-    timely,
-)
+from grpo.calls import TaskError, TooSlow, by_name, environment_rewards, own, task_file, timely
 from grpo.log import announced
+from grpo.sample import Group, Sample
+
+FAILED = object()  # in place of what a function returns, with MAX_FAILED_REWARDS
 
 
-def calls_of(task, item, texts):
-    """Returns the calls that reward a group: [(function, item, text or texts)]. If completions may
-    have several turns, a plain text becomes a completion of one turn."""
-    if has_turns(task):
+# --- What is called ---------------------------------------------------------------------
+def calls_of(recipe, group):
+    """Returns the calls that reward a group: [(function, text or texts)]. If completions may have
+    several turns, a plain text becomes a completion of one turn."""
+    texts = [sample.text for sample in group.samples]
+    if recipe.has_turns:
         texts = [[text] if isinstance(text, str) else text for text in texts]
-    alone = [("rewards", item, text) for text in texts if hasattr(task, "rewards")]
-    return alone + [("group_rewards", item, texts)] * hasattr(task, "group_rewards")
+    alone = [("rewards", text) for text in texts if hasattr(recipe.task, "rewards")]
+    return alone + [("group_rewards", texts)] * hasattr(recipe.task, "group_rewards")
 
 
-def begin_rewards(recipe, item, texts):
-    """Returns the Futures of a group's calls, if rewards are not computed here; else []."""
-    calls, submit = calls_of(recipe.task, item, texts), recipe.submit
-    return [submit(*call) for call in calls if submit.takes(call[0])] if submit else []
+def begin_rewards(recipe, group):
+    """Begins the calls of a group's `async` functions, so that they are awaited while others are
+    sampled. Returns {number in calls_of: Future}."""
+    if not recipe.submit:
+        return {}
+    return {
+        number: recipe.submit(function, own(recipe.c.TASK, group.item), texts)
+        for number, (function, texts) in enumerate(calls_of(recipe, group))
+        if recipe.submit.takes(function)
+    }
 
 
-def reward_group(recipe, item, texts, futures=(), from_environments=None, truncated=()):
-    """Returns a dict of floats for each completion's text, in REWARD_WEIGHTS' order; NaN means that
-    a reward does not apply. `futures` is the result of begin_rewards, if it was called.
-    `from_environments` are the rewards of each completion's environment; None: its turns are played
-    again, but for the reply to a last turn that is `truncated` (a bool for each text; (): none is).
+def answers_of(recipe, group, futures):
+    """Returns what the calls of a group return, FAILED where one fails and may fail. The futures
+    have their own time limit, all other calls have one together."""
+    calls, found = calls_of(recipe, group), {}
+    what = f"{task_file(recipe.c.TASK)}'s rewards of question"
+    what += f" {group.item.get('question', group.item)!r:.80}"
+    for number, future in futures.items():
+        try:
+            with announced(what):
+                found[number] = future.result(recipe.submit.limit)
+        except (Exception, TooSlow) as error:  # noqa: BLE001 (raised or counted)
+            found[number] = failed(recipe, group.item, calls[number], error)
+    left = [number for number in range(len(calls)) if number not in futures]
+    while left:
+        try:
+            with timely(recipe.c.REWARD_TIMEOUT_SECONDS, what):
+                while left:
+                    function, texts = calls[left[0]]
+                    call = getattr(recipe.task, function)
+                    found[left[0]] = call(own(recipe.c.TASK, group.item), texts)
+                    left.pop(0)
+        except (Exception, SystemExit, TooSlow) as error:  # a task's sys.exit() is a mistake, too
+            if isinstance(error, TaskError):  # of own()
+                raise
+            if left:  # else the alarm rang after the last call
+                number = left.pop(0)
+                found[number] = failed(recipe, group.item, calls[number], error)
+    return [found[number] for number in range(len(calls))]
+
+
+def failed(recipe, item, call, error):
+    """Returns FAILED if a call may fail (MAX_FAILED_REWARDS); else raises a RuntimeError."""
+    (function, seen), slow = call, isinstance(error, TooSlow)
+    why = f"{error}; raise REWARD_TIMEOUT_SECONDS if it needs longer" if slow else repr(error)
+    failure = RuntimeError(
+        f"{task_file(recipe.c.TASK)}: {function}() failed: {why}; question {item!r},"
+        f" {'completions' if 'group' in function else 'completion'} {seen!r}"
+    )
+    if not recipe.failures:
+        raise failure from error
+    failure.__cause__ = error
+    recipe.failures.take(failure)  # raises it if there were too many
+    return FAILED
+
+
+# --- What is made of it -----------------------------------------------------------------
+def rewarded(recipe, group, futures=None):
+    """Sets rewards and total of a group's samples, which have their texts and what their
+    environments gave. `futures` is the result of begin_rewards, if it was called.
 
     Raises RuntimeError if the task raises (that is a bug, not a reward) or takes too long;
     TaskError if the rewards do not have the names in REWARD_WEIGHTS.
     """
-    if from_environments is None:
-        from_environments = played(recipe, item, texts, truncated)
-    found = rewards_by_name(recipe, item, texts, futures, from_environments)
+    found = values_of(recipe, group, futures)
+    for sample, values in zip(group.samples, found, strict=True):
+        sample.rewards = floats_of(recipe, group.item, sample.text, values)
+        sample.total = total_of(recipe, sample)
     if recipe.failures:
-        recipe.failures.count([r is FAILED for r in found])
-    return [named_floats(recipe, r, item, text) for r, text in zip(found, texts, strict=True)]
+        recipe.failures.count([values is None for values in found])
 
 
-def played(recipe, item, texts, truncated=()):
-    """Returns the rewards of each text's environment, whose turns are played again; None if the
-    task's environments give none."""
-    if not environment_rewards(recipe.task):
+def reward_texts(recipe, item, texts):
+    """Returns the rewards of texts, as rewarded() gives them to sampled completions. The turns of
+    one with several are played again if its environment rewards it."""
+    group = group_of(recipe, item, texts)
+    rewarded(recipe, group)
+    return [sample.rewards for sample in group.samples]
+
+
+def group_of(recipe, item, texts):
+    """Returns a Group of texts that nobody has sampled."""
+    samples = [Sample([], [], text=text) for text in texts]
+    if environment_rewards(recipe.task):
+        from grpo.options.turns import play
+
+        for sample, text in zip(samples, texts, strict=True):
+            written = [text] if isinstance(text, str) else text[::2]
+            _, sample.environment, _ = play(recipe, item, written)
+    return Group(-1, item, [], samples)
+
+
+def values_of(recipe, group, futures=None):
+    """Returns {name: what the task returned} for each sample, or None where a call has failed: from
+    its environment, from rewards(), and from group_rewards()."""
+    task, size = recipe.task, len(group.samples)
+    begun = begin_rewards(recipe, group) if futures is None else futures
+    answers = answers_of(recipe, group, begun)
+    columns = [[FAILED if s.failed else s.environment or {} for s in group.samples]]
+    if hasattr(task, "rewards"):
+        columns.append(answers[:size])
+    if hasattr(task, "group_rewards"):
+        together = [FAILED] * size if answers[-1] is FAILED else answers[-1]
+        is_list = hasattr(together, "__len__") and not isinstance(together, str | dict)
+        if not is_list or len(together) != size:
+            must = f"return a list of {size} rewards, or dicts of rewards: one for each text"
+            got = f"returned {together!r:.500}"
+            raise TaskError(recipe.c.TASK, "group_rewards()", got, must)
+        columns.append(together)
+    return [merged(recipe, parts) for parts in zip(*columns, strict=True)]
+
+
+def merged(recipe, parts):
+    if any(part is FAILED for part in parts):
         return None
-    from grpo.options.turns import play
-
-    written = [[text] if isinstance(text, str) else text[::2] for text in texts]
-    pairs = zip(written, truncated or [False] * len(texts), strict=True)
-    return [play(recipe, item, turns, cut)[1] for turns, cut in pairs]
-
-
-def rewards_by_name(recipe, item, texts, futures=(), from_environments=None):
-    """Returns a dict of rewards by name for each text, or FAILED: those of its environment
-    (`from_environments`), of rewards(), and of group_rewards()."""
-    task, name = recipe.task, recipe.c.TASK
-    results = results_of(recipe, item, calls_of(task, item, texts), futures)
-    nothing = [{}] * len(texts)
-    by_turns = [one or {} for one in from_environments or nothing]
-    alone = results[: len(texts)] if hasattr(task, "rewards") else nothing
-    together = results[-1] if hasattr(task, "group_rewards") else nothing
-    together = [FAILED] * len(texts) if together is FAILED else together
-    must = f"return a list of {len(texts)} rewards, or dicts of rewards: one for each text"
-    is_list = hasattr(together, "__len__") and not isinstance(together, str | dict)
-    if not is_list or len(together) != len(texts):
-        raise TaskError(name, "group_rewards()", f"returned {together!r:.500}", must)
-    merged = []
-    for parts in zip(by_turns, alone, together, strict=True):
-        if any(part is FAILED for part in parts):
-            merged.append(FAILED)
-            continue
-        named = list(map(by_name, parts))
-        merged.append({name: value for part in named for name, value in part.items()})
-        if len(merged[-1]) < sum(map(len, named)):
-            got = f"returned {named!r:.500}"
-            must = "use different names"
-            raise TaskError(name, "Environment.rewards(), rewards() and group_rewards()", got, must)
-    return merged
+    named = list(map(by_name, parts))
+    values = {name: value for part in named for name, value in part.items()}
+    if len(values) < sum(map(len, named)):
+        functions = "Environment.rewards(), rewards() and group_rewards()"
+        raise TaskError(recipe.c.TASK, functions, f"returned {named!r:.500}", "use different names")
+    return values
 
 
-def results_of(recipe, item, calls, futures):
-    """Returns the results of a group's calls; FAILED where one fails and may fail."""
-    name, results = task_file(recipe.c.TASK), []
-    what = f"{name}'s rewards of question {item.get('question', item)!r:.80}"
-    while len(results) < len(calls):
-        try:
-            # Futures apply the time limit themselves: the wait for a free process does not count
-            with announced(what) if futures else timely(recipe.c.REWARD_TIMEOUT_SECONDS, what):
-                for future in futures[len(results) :]:
-                    results.append(future.result(recipe.submit.limit))
-                for function, *arguments in calls[len(results) :]:
-                    results.append(finished(getattr(recipe.task, function)(*arguments)))
-        except (Exception, SystemExit, TooSlow) as error:  # a task's sys.exit() is a mistake, too
-            function, _, seen = calls[min(len(results), len(calls) - 1)]  # the alarm may ring late
-            slow = isinstance(error, TooSlow)
-            remedy = "; raise REWARD_TIMEOUT_SECONDS if it needs longer" if slow else ""
-            why = str(error) if futures or slow else repr(error)  # a process has sent text alone
-            failure = RuntimeError(
-                f"{name}: {function}() failed: {why}{remedy}; question {item!r},"
-                f" {'completions' if 'group' in function else 'completion'} {seen!r}"
-            )
-            if not recipe.failures:
-                raise failure from error
-            failure.__cause__ = error
-            recipe.failures.take(failure)
-            results[len(results) :] = [FAILED] * (len(results) < len(calls))
-    return results
-
-
-def named_floats(recipe, rewards, item, text):
+def floats_of(recipe, item, text, values):
     names = list(recipe.weights)
-    if rewards is FAILED:
+    if values is None:
         return dict.fromkeys(names, math.nan)
-    if rewards.keys() == recipe.weights.keys():
-        floats = {name: as_float(rewards[name]) for name in names}
-        if all(rewards[name] is None or math.isfinite(floats[name]) for name in names):
+    if values.keys() == recipe.weights.keys():
+        floats = {name: as_float(values[name]) for name in names}
+        if all(values[name] is None or math.isfinite(floats[name]) for name in names):
             return floats
     functions = [f"{name}()" for name in ("rewards", "group_rewards") if hasattr(recipe.task, name)]
     functions += ["Environment.rewards()"] * environment_rewards(recipe.task)
+    is_set = recipe.c.REWARD_WEIGHTS or hasattr(recipe.task, "REWARD_WEIGHTS")
+    source = (
+        "REWARD_WEIGHTS" if is_set else "the rewards of an empty completion (no REWARD_WEIGHTS)"
+    )
     raise TaskError(
         recipe.c.TASK,
         " and ".join(functions),
-        f"returned {rewards!r:.500} for the question {item!r} and the completion {text!r}",
+        f"returned {values!r:.500} for the question {item!r} and the completion {text!r}",
         "return a value (a number below 1e30, True, False or None: does not apply) for each name in"
-        f' REWARD_WEIGHTS, {names}, as a dict, or the bare value if "reward" is the only name',
+        f' {source}, {names}, as a dict, or the bare value if "reward" is the only name',
     )
 
 
@@ -146,12 +183,15 @@ def as_float(value):
     return float(value) if is_small else math.nan
 
 
-def total(rewards, weights):
-    """Returns the weighted sum of the rewards (floats by name) that apply to a completion, as TRL's
-    nansum; NaN if none applies.
-
-    >>> total({"a": 1.0, "b": math.nan}, {"a": 2.0, "b": 1.0}), total({"b": math.nan}, {"b": 1.0})
-    (2.0, nan)
-    """
-    values = [weights[name] * value for name, value in rewards.items() if not math.isnan(value)]
-    return sum(values) if values else math.nan
+def total_of(recipe, sample):
+    """Returns a sample's total reward: the weighted sum of the rewards that apply, as TRL's nansum
+    (NaN if none applies), minus a penalty that grows over the last OVERLONG_TOKENS before the limit
+    from 0 to 1 (DAPO 2503.14476, eq. 13; TRL's get_soft_overlong_punishment)."""
+    weighted = [
+        recipe.weights[name] * value
+        for name, value in sample.rewards.items()
+        if not math.isnan(value)
+    ]
+    free = recipe.c.MAX_COMPLETION_TOKENS - recipe.c.OVERLONG_TOKENS
+    penalty = max(0, sample.length - free) / max(1, recipe.c.OVERLONG_TOKENS)
+    return sum(weighted) - penalty if weighted else math.nan

@@ -13,7 +13,7 @@ from collections import deque
 
 import torch
 
-from grpo.rewards import begin_rewards, reward_group, total
+from grpo.rewards import begin_rewards, rewarded
 from grpo.sample import Group, Prompt
 
 
@@ -68,21 +68,17 @@ def sampled(policy, recipe, prompts, *, seed):
 def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.nullcontext):
     """Yields a Group for each of `prompts`, as `sampled` does. Rewards are computed, or awaited,
     within `with timed()`; sampling continues if other processes compute them. Raises the errors of
-    reward_group, too."""
-    waiting = deque()  # (group, its samples' texts, the Futures of their rewards)
+    rewarded, too."""
+    waiting = deque()  # (group, the Futures of its rewards)
 
-    def finish(group, texts, futures):
-        from_environments = [sample.rewards for sample in group.samples]
+    def finish(group, futures):
         with timed():
-            rewards = reward_group(recipe, group.item, texts, futures, from_environments)
-        for sample, found in zip(group.samples, rewards, strict=True):
-            sample.rewards = found
+            rewarded(recipe, group, futures)
         return group
 
     for group in sampled(policy, recipe, prompts, seed=seed):
-        texts = [sample.text for sample in group.samples]
-        waiting.append((group, texts, begin_rewards(recipe, group.item, texts)))
-        while waiting and all(future.done() for future in waiting[0][-1]):
+        waiting.append((group, begin_rewards(recipe, group)))
+        while waiting and all(future.done() for future in waiting[0][1].values()):
             yield finish(*waiting.popleft())
     while waiting:
         yield finish(*waiting.popleft())
@@ -121,25 +117,13 @@ def is_flat(values):
     return max(values, default=0) - min(values, default=0) < 1e-6
 
 
-def totals_of(recipe, group):
-    """Returns the total rewards (floats) of a group's samples: task.total minus a penalty that
-    grows over the last OVERLONG_TOKENS before the limit from 0 to 1 (DAPO 2503.14476, eq. 13; TRL's
-    get_soft_overlong_punishment)."""
-    free = recipe.c.MAX_COMPLETION_TOKENS - recipe.c.OVERLONG_TOKENS
-    beyond = [max(0, sample.length - free) for sample in group.samples]
-    return [
-        total(sample.rewards, recipe.weights) - tokens / max(1, recipe.c.OVERLONG_TOKENS)
-        for sample, tokens in zip(group.samples, beyond, strict=True)
-    ]
-
-
 def tally(recipe, group):
     """Returns {name: number} of a group; tallies are added up. Each reward adds "reward_NAME" (the
     sum of the reward), "square_NAME" (the sum of its squares) and "applicable_NAME" (the number of
     completions)."""
     samples, skip = group.samples, recipe.c.SKIP_FLAT_GROUPS
     applicable = {name: applying(s.rewards[name] for s in samples) for name in recipe.weights}
-    outcomes, totals = applicable[recipe.outcome], applying(totals_of(recipe, group))
+    outcomes, totals = applicable[recipe.outcome], applying(s.total for s in samples)
     # If the outcome applies to fewer than two completions, we compare the total rewards
     by_reward = int(is_flat(totals))
     by_outcome = int(is_flat(outcomes)) if outcomes[1:] else by_reward

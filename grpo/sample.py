@@ -6,6 +6,7 @@ reference its log-probs, the trainer what the loss needs. Lists have an entry pe
 comment states otherwise. Only the sockets have another form (grpo/wire.py).
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,8 +31,10 @@ class Sample:
     text: str | list[str] | None = None  # as the task sees it; a list of turns: model, task, ...
     tool_calls: tuple = (0, 0)  # of TOOLS: made, failed
     prompt: list[int] | None = None  # ids; the samples of a group share the list
-    # Floats by name; NaN: does not apply. From the sampler: those of the environment
-    rewards: dict | None = None
+    environment: dict | None = None  # what its environment returned as its rewards, by name
+    failed: bool = False  # the task's code has failed in its conversation
+    rewards: dict | None = None  # floats by name; NaN: does not apply
+    total: float = math.nan  # the weighted sum of the rewards that apply, minus OVERLONG_TOKENS'
     ref_logps: list[float] | None = None  # of the reference; None if KL_BETA is 0
     advantage: float = 0.0
     weight: float = 0.0  # of each of the model's tokens in the step's loss

@@ -15,10 +15,18 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grpo.calls import TaskError, called, environment_rewards, has_turns, import_file, task_file
+from grpo.calls import (
+    TaskError,
+    called,
+    environment_rewards,
+    has_turns,
+    import_file,
+    own,
+    task_file,
+)
 from grpo.constants import real
 from grpo.log import say
-from grpo.rewards import played, rewards_by_name
+from grpo.rewards import group_of, values_of
 
 FUNCTIONS = "load", "messages", "group_rewards", "reply", "gold", "sloppy"
 # The day that a chat template shows by strftime_now, on every machine and in every year: the one to
@@ -101,7 +109,7 @@ class Recipe:
     weights: dict | None = None  # {reward: weight}: REWARD_WEIGHTS, or the task's (resolve)
     outcome: str = ""  # the reward that decides correctness: OUTCOME, or the task's (resolve)
     batch: int | None = None  # completions sampled at once: SAMPLE_BATCH, or what fits
-    submit: object = None  # calls a reward elsewhere (start_submit); None: here, one by one
+    submit: object = None  # begins a call of an async function (start_loop), if the task has one
     failures: object = None  # Failures, or None: the first failed reward ends the run
     # opening_of, by a prompt's ids: rewards and reply() see it before a completion
     opening: object = staticmethod(lambda ids: "")
@@ -126,8 +134,9 @@ class Recipe:
         c, task = self.c, self.task
         weights = c.REWARD_WEIGHTS or getattr(task, "REWARD_WEIGHTS", None)
         if weights is None:
-            item = self.prompts[0][1]
-            (empty,) = rewards_by_name(self, item, [""], from_environments=played(self, item, [""]))
+            empty = None
+            while empty is None:  # until it does not fail, or has failed too often
+                (empty,) = values_of(self, group_of(self, self.prompts[0][1], [""]))
             weights = dict.fromkeys(empty, 1.0)
         if c.REWARD_WEIGHTS == {}:  # rewards are only logged, and OUTCOME evaluated
             weights = dict.fromkeys(weights, 0.0)
@@ -200,7 +209,7 @@ def load_items(name, task, split):
 def load_chat(name, task, item):
     must = 'return a list of {"role": text, "content": text}'
     return called(
-        name, f"messages({item!r:.500})", must, lambda: task.messages(item), holds=is_chat
+        name, f"messages({item!r:.500})", must, lambda: task.messages(own(name, item)), is_chat
     )
 
 

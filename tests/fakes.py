@@ -11,7 +11,8 @@ from grpo.constants import Constants
 from grpo.metrics import Clock
 from grpo.policy import load_policy
 from grpo.resume import Progress
-from grpo.rollout import sampled_and_rewarded
+from grpo.rewards import total_of
+from grpo.rollout import sampled_and_rewarded, tally
 from grpo.sample import Group, Sample
 from grpo.sampler import next_prompts
 from grpo.start import NoWorkers
@@ -27,7 +28,18 @@ def a_group(rewards, *, lengths=(3, 1), truncated=(False, False), **changes):
         named = dict(zip(NAMES, pair, strict=True))
         samples.append(Sample(ids, logps, cut, rewards=named, ref_logps=[-1.0] * size))
     fields = {"index": 0, "item": {"question": "?"}, "prompt": [5, 6], "id": "000000-0000-0000"}
-    return Group(samples=samples, **fields | changes)
+    return totalled(a_recipe(), Group(samples=samples, **fields | changes))
+
+
+def totalled(recipe, group):
+    """-> the group, whose samples have the totals that rewarded() gives them."""
+    for sample in group.samples:
+        sample.total = total_of(recipe, sample)
+    return group
+
+
+def tally_of(recipe, group):
+    return tally(recipe, totalled(recipe, group))
 
 
 NAMES = {"correctness": 2.0, "format": 1.0}

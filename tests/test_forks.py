@@ -46,12 +46,13 @@ def test_a_reward_may_start_processes_and_none_is_left(way, tmp_path):
         import psutil
         from grpo.ranks import children, no_child_stays
         from grpo.stop import stop
-        from grpo.rewards import reward_group
-from grpo.task import Recipe, load_task
-        c = Constants({{"TASK": {str(file)!r}, "REWARD_TIMEOUT_SECONDS": 60}})
+        from grpo.rewards import reward_texts
+        from grpo.task import Recipe, load_task
+        c = Constants({{"TASK": {str(file)!r}, "REWARD_TIMEOUT_SECONDS": 60,
+                        "REWARD_WEIGHTS": None, "MAX_COMPLETION_TOKENS": 9, "OVERLONG_TOKENS": 0}})
         recipe = Recipe(c, load_task(c.TASK), [], {{"reward": 1.0}}, "reward")
         with stop.listening(), no_child_stays():
-            print(reward_group(recipe, {{"way": {way!r}}}, ["", ""]))
+            print(reward_texts(recipe, {{"way": {way!r}}}, ["", ""]))
         left = psutil.wait_procs(children(), timeout=2)[1]
         print([x for x in left if not x.cmdline()[-1].startswith("from multiproc")])
     """)

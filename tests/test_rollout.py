@@ -5,11 +5,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import MIXED, NAMES, FakeEngine, a_group, a_recipe, prompts_of, sampled, tiny_policy
+from fakes import (
+    MIXED,
+    NAMES,
+    FakeEngine,
+    a_group,
+    a_recipe,
+    prompts_of,
+    sampled,
+    tally_of,
+    tiny_policy,
+    totalled,
+)
 
-from grpo import rollout
 from grpo.metrics import Clock
 from grpo.resume import Progress
+
+
+def totals(sizes, group):
+    return [sample.total for sample in totalled(a_recipe(**sizes), group).samples]
 
 
 def test_the_last_tokens_below_the_limit_cost_up_to_one():
@@ -17,13 +31,13 @@ def test_the_last_tokens_below_the_limit_cost_up_to_one():
     lengths, rewards = (1, 8, 9, 11, 12), [(1.0, math.nan)] * 5
     group = a_group(rewards, lengths=lengths, truncated=(False,) * 5)
     sizes = {"MAX_COMPLETION_TOKENS": 12, "OVERLONG_TOKENS": 4}
-    assert rollout.totals_of(a_recipe(**sizes), group) == [2, 2, 1.75, 1.25, 1]
+    assert totals(sizes, group) == [2, 2, 1.75, 1.25, 1]
     group.samples[4].is_model_token = [True, False, False, True] * 3  # the task's cost nothing
-    assert rollout.totals_of(a_recipe(**sizes), group)[4] == 2
+    assert totals(sizes, group)[4] == 2
     group.samples[3].rewards = dict.fromkeys(NAMES, math.nan)  # the length alone compares nothing
-    assert math.isnan(rollout.totals_of(a_recipe(**sizes), group)[3])
+    assert math.isnan(totals(sizes, group)[3])
     sizes["OVERLONG_TOKENS"] = 0
-    assert rollout.totals_of(a_recipe(**sizes), group)[:3] == [2, 2, 2]
+    assert totals(sizes, group)[:3] == [2, 2, 2]
 
 
 def test_lengths_that_cost_differently_make_a_group_differ_in_reward_not_in_outcome():
@@ -32,7 +46,7 @@ def test_lengths_that_cost_differently_make_a_group_differ_in_reward_not_in_outc
     for skip, changes, flat in (
         ("reward", {}, 1), ("reward", cut, 0), ("outcome", cut, 1)
     ):  # fmt: skip
-        count = rollout.tally(a_recipe(SKIP_FLAT_GROUPS=skip, **changes), group)
+        count = tally_of(a_recipe(SKIP_FLAT_GROUPS=skip, **changes), group)
         assert (count["flat"], count["flat_reward"]) == (flat, int(not changes))
     assert count["total"] == 2 * 3.25 - 1 - 0.5 and count["reward_correctness"] == 2
 
@@ -62,7 +76,7 @@ def test_a_group_is_flat_if_its_outcome_or_its_total_reward_is_constant(rewards,
     three = {"lengths": (1, 2, 1), "truncated": (False,) * 3}
     group = a_group(rewards, **three)
     for criterion in ("outcome", "reward", False):
-        counts = rollout.tally(a_recipe(SKIP_FLAT_GROUPS=criterion), group)
+        counts = tally_of(a_recipe(SKIP_FLAT_GROUPS=criterion), group)
         assert (counts["flat_outcome"], counts["flat_reward"]) == (outcome, reward)
         assert counts["flat"] == (reward if criterion == "reward" else outcome)
 
@@ -82,7 +96,7 @@ NAN = float("nan")
 def test_rewards_that_do_not_apply_are_in_no_sum(rewards, flat, right):
     lengths, cut = (1, 1, 1), (False,) * 3
     group = a_group([list(map(float, r)) for r in rewards], lengths=lengths, truncated=cut)
-    counts = rollout.tally(a_recipe(), group)
+    counts = tally_of(a_recipe(), group)
     assert (counts["flat"], counts["right"]) == (flat, right)
     for name, values in zip(NAMES, zip(*rewards, strict=True), strict=True):
         applicable = [value for value in values if not math.isnan(value)]

@@ -22,11 +22,12 @@ from fakes import (
     a_run,
     prompts_of,
     sampled,
+    tally_of,
 )
 
 import grpo_ref_split as trainer
 from grpo import metrics as metrics_module
-from grpo import report, rollout
+from grpo import report
 from grpo.options.workers import Workers
 from grpo.ranks import RunFailed
 from grpo.resume import Progress
@@ -211,7 +212,7 @@ def a_workers(number, *, version=0):
     groups = []
     for i in range(number):
         ids = {"id": f"worker-{version}-{i}", "version": version, "sampler": "worker"}
-        ids["skipped"] = rollout.tally(a_recipe(), FLAT) if i == 0 else {}
+        ids["skipped"] = tally_of(a_recipe(), FLAT) if i == 0 else {}
         rewards = [[1.0, -1.0], [-1.0, -1.0]]
         groups.append(a_group(rewards, run="run", index=90 + i, **ids))
     return groups

@@ -16,7 +16,7 @@ from grpo import policy
 from grpo.calls import TaskError
 from grpo.options.shared_settings import settings_of
 from grpo.prepare import preview
-from grpo.rewards import reward_group
+from grpo.rewards import reward_texts
 from grpo.task import ids_of, load_split, load_task
 
 QUESTION = {"question": "Why?"}
@@ -118,7 +118,7 @@ def judged(texts=("first", "second"), **task):
     task = SimpleNamespace(**task)
     recipe = a_recipe([(0, QUESTION, [5])], task=task, TASK="mine", **unset)
     recipe.resolve()
-    return recipe, reward_group(recipe, QUESTION, list(texts))
+    return recipe, reward_texts(recipe, QUESTION, list(texts))
 
 
 def test_a_reward_alone_is_called_reward_and_is_the_outcome():
@@ -194,7 +194,7 @@ def test_a_tasks_weights_and_outcome_are_taken_and_a_constant_overrides_them():
     recipe = a_recipe([PROMPT], task=task, REWARD_WEIGHTS=None, OUTCOME=None)
     recipe.resolve()
     assert (recipe.weights, recipe.outcome) == ({"b": 3.0, "a": 1.0}, "b")
-    assert list(reward_group(recipe, PROMPT[1], [""])[0]) == ["b", "a"]
+    assert list(reward_texts(recipe, PROMPT[1], [""])[0]) == ["b", "a"]
     assert settings_of(recipe)["order of REWARD_WEIGHTS"] == ["b", "a"]  # workers compare it, too
     recipe = a_recipe([PROMPT], task=task, REWARD_WEIGHTS={"a": 1, "b": 0}, OUTCOME="a")
     recipe.resolve()

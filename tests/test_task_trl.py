@@ -9,7 +9,8 @@ import pytest
 import torch
 from fakes import a_recipe
 
-from grpo.rewards import reward_group, total
+from grpo.rewards import group_of
+from grpo.rewards import rewarded as reward
 from tasks import trl
 
 CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+3?"}]
@@ -21,8 +22,9 @@ def rewarded(monkeypatch, functions, item, *texts):
     monkeypatch.setattr(trl, "functions", lambda: functions)
     weights = {name: 2.0**-i for i, name in enumerate(functions)}
     recipe = a_recipe(task=trl, TASK="trl", REWARD_WEIGHTS=weights)
-    found = reward_group(recipe, item, list(texts))
-    return [list(rewards.values()) for rewards in found], [total(r, weights) for r in found]
+    group = group_of(recipe, item, list(texts))
+    reward(recipe, group)
+    return [list(s.rewards.values()) for s in group.samples], [s.total for s in group.samples]
 
 
 @pytest.mark.parametrize("item, given", [

@@ -23,8 +23,9 @@ import grpo_ref_split as trainer
 from grpo.checks import settled
 from grpo.constants import command_line
 from grpo.models import load_model
-from grpo.prepare import prepare, start_submit
-from grpo.rewards import begin_rewards, reward_group
+from grpo.options.async_rewards import start_loop
+from grpo.prepare import prepare
+from grpo.rewards import reward_texts
 from grpo.task import load_items, load_task
 from tasks import arithmetic, data, gsm8k, judge
 from tasks import math as math_task
@@ -81,7 +82,8 @@ def test_where_a_judge_fails_the_reward_does_not_apply(judged, monkeypatch):
     assert time.monotonic() - began < 3
     recipe = a_recipe(task=judge, REWARD_WEIGHTS=judge.REWARD_WEIGHTS, TASK="judge")
     monkeypatch.setattr(judge, "URL", "http://127.0.0.1:1/")
-    (rewards,) = reward_group(recipe, {"question": "?"}, ["x"])
+    recipe.submit = start_loop(judge, 60)
+    (rewards,) = reward_texts(recipe, {"question": "?"}, ["x"])
     assert all(map(math.isnan, rewards.values()))
 
 
@@ -111,10 +113,9 @@ def test_the_example_with_a_pool_of_processes(tmp_path):
     file = tmp_path / "adds_slowly.py"
     file.write_text(recipes()[1] + "def load(split): return []\ndef messages(item): return []\n")
     recipe = a_recipe(task=load_task(str(file)), TASK=str(file), REWARD_WEIGHTS={"reward": 1})
-    recipe.submit = start_submit(recipe.c, recipe.task)
-    item, texts = {"answer": 3}, ["1 2", "1 3"] * 8
+    recipe.submit = start_loop(recipe.task, 60)
     with recipe.task.POOL:
-        found = reward_group(recipe, item, texts, begin_rewards(recipe, item, texts))
+        found = reward_texts(recipe, {"answer": 3}, ["1 2", "1 3"] * 8)
     assert [rewards["reward"] for rewards in found] == [1.0, 0.0] * 8
 
 

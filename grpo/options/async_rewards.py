@@ -2,6 +2,7 @@
 sampled, so that a judge behind an API needs no processes."""
 
 import asyncio
+import inspect
 
 from grpo.calls import GRACE_SECONDS, TooSlow
 from grpo.log import in_background
@@ -26,6 +27,6 @@ def start_loop(task, seconds):
     def submit(*job):
         return asyncio.run_coroutine_threadsafe(call(*job), loop)
 
-    submit.takes = lambda name: asyncio.iscoroutinefunction(getattr(task, name))
+    submit.takes = lambda name: inspect.iscoroutinefunction(getattr(task, name))
     submit.limit = seconds + GRACE_SECONDS  # for code that blocks the loop
     return submit

@@ -9,17 +9,19 @@ what is wrong with a call. A turn without a call ends the conversation. MAX_CALL
 the calls of a completion, MAX_RESULT_CHARS the length of a result.
 """
 
+import asyncio
 import contextlib
 import inspect
 import json
 import re
 import threading
 import traceback
+from concurrent.futures import Future
 
 from transformers.utils import get_json_schema
 
-from grpo.calls import TooSlow, called, finished, has_turns
-from grpo.log import say
+from grpo.calls import TooSlow, called, has_turns
+from grpo.log import in_background, say
 
 MAX_RESULT_CHARS = 10_000  # the model reads so many characters of a result
 CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
@@ -106,6 +108,23 @@ class Tools:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             kind, where = (name, type(error)), f" ({frame.filename}, line {frame.lineno})"
             raise Failed(kind, f"{shown}: {words_of(error)}", where) from None
+
+
+def finished(result):
+    """Returns a tool's result, that of an `async` one too; in a thread of its own, as a notebook's
+    main thread has a loop already."""
+    if not inspect.iscoroutine(result):
+        return result
+    future = Future()
+
+    def run():
+        try:
+            future.set_result(asyncio.run(result))
+        except BaseException as error:  # noqa: BLE001 (raised where it is awaited)
+            future.set_exception(error)
+
+    in_background(run)
+    return future.result()
 
 
 class Failed(Exception):

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 import jinja2
 
 from grpo.calls import (
-    FAILED,
     SOONER,
     TaskError,
     by_name,
     called,
     environment_rewards,
+    own,
     task_file,
     timely,
 )
@@ -57,7 +57,8 @@ class Environment:
     first call: that may take long, and is made in the thread that calls reply()."""
 
     def __init__(self, recipe, item):
-        self.recipe, self.item, self.real, self.closed = recipe, item, None, False
+        self.recipe, self.item = recipe, own(recipe.c.TASK, item)
+        self.real, self.closed = None, False
 
     def _call(self, name, must, holds, *arguments):
         """Returns the result of a method. TaskError if it fails, or returns something else."""
@@ -286,7 +287,7 @@ class Conversations:
                 failures.take(error)
                 chat.sample = chat.sample or self.sample_of(chat, truncated=False)
                 in_background(run, Future(), chat.environment.close)
-                self.leave(chat, FAILED)
+                self.leave(chat, {}, failed=True)
             else:
                 then(chat, result)
 
@@ -331,11 +332,11 @@ class Conversations:
         chat.environment.close()
         return rewards
 
-    def leave(self, chat, rewards):
-        chat.sample.rewards = rewards
+    def leave(self, chat, rewards, failed=False):
+        chat.sample.environment, chat.sample.failed = rewards, failed
         self.open.remove(chat)
         samples = [other.sample for other in chat.group]
-        if all(sample and sample.rewards is not None for sample in samples):
+        if all(sample and sample.environment is not None for sample in samples):
             self.ended.append((chat.prompt.key, samples))
 
 

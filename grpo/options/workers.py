@@ -24,6 +24,7 @@ from grpo.options.gate import Busy, Gate, listen, token_for
 from grpo.options.policy_proof import proof_of, sample_proof
 from grpo.options.shared_settings import settings_of
 from grpo.options.weights import trained_weights
+from grpo.rewards import total_of
 from grpo.waits import Wait
 from grpo.wire import sha256_of, unpack_group
 
@@ -84,6 +85,8 @@ class Workers:
             return {"refused": "its policy is of another run, or of steps that were undone"}
         self.check(group)
         group.item = self.prompts[group.index][1]
+        for sample in group.samples:
+            sample.total = total_of(self.recipe, sample)
         with self.lock:
             if group.id not in self.ids:
                 if len(self.groups) >= self.c.PROMPTS_PER_STEP:

@@ -15,7 +15,6 @@ from test_turns import Actor, prompts
 
 from grpo.calls import TaskError
 from grpo.options.turns import stream_turns
-from grpo.rewards import reward_group
 from grpo.sample import Prompt
 from tasks.programs import Program
 
@@ -123,13 +122,6 @@ def test_rewards_of_none_and_those_without_weights(tokenizer):
     groups = sampled(Actor(tokenizer, ["One", "two"]), recipe, iter(recipe.prompts))
     found = {g.item["secret"]: [s.rewards["reward"] for s in g.samples] for g in groups}
     assert found[1] == [1.0] * 2 and repr(found[2]) == "[nan, nan]"
-
-
-def test_a_truncated_answer_is_played_without_its_last_reply(tokenizer):
-    recipe, turns = recipe_of(tokenizer, 3), ["One", "left 2", "two"]
-    for cut, asked in ((True, 1.0), (False, 2.0)):
-        (found,) = reward_group(recipe, {"secret": 3}, [turns], truncated=[cut])
-        assert found == {"reward": asked, "turns": 3.0}
 
 
 def test_a_close_that_hangs_does_not_keep_the_run(tokenizer, capsys):
