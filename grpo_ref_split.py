@@ -352,7 +352,7 @@ def train(run):
             checkpoint.save_run(run)  # collective
         if ends:
             bar.close()
-            done = p.saved == p.step and not asked
+            done = p.saved == p.step >= c.STEPS and not asked
             checkpoint.point(c.RUN_DIR, "final", p.saved if done else -1)  # -1: none
             return asked
         run.clock.lap()  # evaluations and checkpoints are not part of a step

@@ -177,7 +177,7 @@ def rollout_metrics(run, count, from_workers, sampled=()):
         means["accuracy"] = total["right"] / judged
     if recipe.has_turns:
         means |= turn_metrics([*sampled, *from_workers])  # collective
-    if recipe.failures:
+    if recipe.failures or total["unrewarded"]:
         means["rewards/failed"] = total["unrewarded"] / n
     if seconds:  # 0 if workers sampled all groups
         means["tokens_per_second"] = total["trainer_tokens"] / seconds

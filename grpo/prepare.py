@@ -4,13 +4,15 @@ Trainer, workers, evaluate.py and `python -m tasks` use it. Torch is imported on
 is needed, so that a mistake in the task's file is reported at once.
 """
 
+import contextlib
 import functools
 import inspect
 import math
+import re
 
-from grpo.calls import TaskError, called, has_turns, own
+from grpo.calls import TaskError, called, has_turns, own, task_file
 from grpo.log import say
-from grpo.rewards import reward_texts
+from grpo.rewards import functions_of, reward_texts
 from grpo.task import Recipe, load_chat, load_split, load_task
 
 REWARDS = "rewards", "group_rewards"  # a task's functions that may be async
@@ -84,8 +86,21 @@ def preview(recipe, tokenizer, number):
         opening = recipe.opening(ids)
         if opening:
             say(f"the prompt opens the answer with {opening!r}, so rewards see it, too")
-        show_rewards(recipe, item, "an empty completion", opening)
-        check_gold(recipe, item, tokenizer, opening)
+        rewards = show_rewards(recipe, item, "an empty completion", opening)
+        found = [*rewards.values(), *check_gold(recipe, item, tokenizer, opening).values()]
+        if all(map(math.isnan, found)):
+            note_no_reward(recipe)
+
+
+def note_no_reward(recipe):
+    """Logs that no reward applied, and which functions never return a value."""
+    say(f"no completion above had a reward: {' and '.join(functions_of(recipe.task))} gave None")
+    for name in REWARDS:
+        with contextlib.suppress(OSError, TypeError, AttributeError):  # no source, or no function
+            lines, first = inspect.getsourcelines(getattr(recipe.task, name))
+            if not re.search(r"\breturn\b", "".join(lines)):
+                file = task_file(recipe.c.TASK)
+                say(f"{file}, line {first}: {name}() has no `return`, so it returns None")
 
 
 def note_prompts(recipe, tokenizer):
@@ -104,21 +119,21 @@ def as_seen(opening, text):
 
 
 def check_gold(recipe, item, tokenizer, opening):
-    """Prints the rewards of gold(item), which must be right or None; without gold(), those of the
-    item's "answer". If the task has reply(), gold() may return the texts of several turns. The
-    model's turns begin with `opening`, unless the one before ended with a stop string."""
+    """Prints and returns the rewards of gold(item), which must be right or None; without gold(),
+    those of the item's "answer". If the task has reply(), gold() may return the texts of several
+    turns. The model's turns begin with `opening`, unless a stop string ended the one before."""
     c, gold = recipe.c, getattr(recipe.task, "gold", None)
     if recipe.has_turns:
         from grpo.options import turns  # here, as it imports torch
 
         turns.play(recipe, item, [opening])
     if not gold and item.get("answer") is None:
-        return
+        return {}
     must = f"return a right completion, one whose reward {recipe.outcome!r} (OUTCOME) is above 0"
     text = gold_of(recipe, item, must, or_none=True)
     if text is None:
         say("gold() has no answer to this question")
-        return
+        return {}
     if recipe.has_turns:
         begins, said = True, []
         for turn in [text] if isinstance(text, str) else text:
@@ -133,6 +148,7 @@ def check_gold(recipe, item, tokenizer, opening):
         after = f", with {opening!r} from the prompt" * bool(opening)
         got = f"returned {text!r:.500}, which earns {rewards}{after}"
         raise TaskError(c.TASK, f"gold({item!r:.500})", got, must)
+    return rewards
 
 
 def gold_of(recipe, item, must, or_none=False):

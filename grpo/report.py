@@ -18,6 +18,7 @@ from grpo.log import SPEAK_SECONDS, say
 from grpo.metrics import PARTS
 from grpo.proof import check_reference
 from grpo.reference import is_teacher
+from grpo.rewards import functions_of
 from grpo.stop import stop
 
 ROOT = Path(__file__).parents[1]
@@ -192,6 +193,11 @@ def log_idle(run, metrics, groups):
     if metrics.get("tools/call_share") == 0:
         why = "is STOP_STRINGS right, or does the model make no call?"
         run.idle_reason += f"; reply() never returned a text: {why}"
+    if metrics.get("rewards/failed") == 1:
+        run.idle_reason = (
+            f"no completion had a reward: {' and '.join(functions_of(run.recipe.task))} returned"
+            " None for all of them, or failed; is a service that the task asks down?"
+        )
     say(f"step {p.step + 1} trains nothing ({p.idle} in a row): {run.idle_reason}")
 
 

@@ -159,19 +159,23 @@ def floats_of(recipe, item, text, values):
         floats = {name: as_float(values[name]) for name in names}
         if all(values[name] is None or math.isfinite(floats[name]) for name in names):
             return floats
-    functions = [f"{name}()" for name in ("rewards", "group_rewards") if hasattr(recipe.task, name)]
-    functions += ["Environment.rewards()"] * environment_rewards(recipe.task)
     is_set = recipe.c.REWARD_WEIGHTS or hasattr(recipe.task, "REWARD_WEIGHTS")
     source = (
         "REWARD_WEIGHTS" if is_set else "the rewards of an empty completion (no REWARD_WEIGHTS)"
     )
     raise TaskError(
         recipe.c.TASK,
-        " and ".join(functions),
+        " and ".join(functions_of(recipe.task)),
         f"returned {values!r:.500} for the question {item!r} and the completion {text!r}",
         "return a value (a number below 1e30, True, False or None: does not apply) for each name in"
         f' {source}, {names}, as a dict, or the bare value if "reward" is the only name',
     )
+
+
+def functions_of(task):
+    """Returns the names of the functions that reward a completion."""
+    plain = [f"{name}()" for name in ("rewards", "group_rewards") if hasattr(task, name)]
+    return plain + ["Environment.rewards()"] * environment_rewards(task)
 
 
 def as_float(value):

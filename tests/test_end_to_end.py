@@ -99,7 +99,7 @@ def test_one_process_needs_no_launcher_and_ends_with_a_reason_where_it_has_nothi
     process = start(command_of("grpo_ref_split", *presets), log, OMP_NUM_THREADS="1")
     assert process.wait(120) == 1, log.read_text()[-3000:]
     assert [r["step"] for r in records(tmp_path / "run") if "loss" in r] == [1]
-    assert os.readlink(tmp_path / "run/final") == "step_000001"
+    assert os.readlink(tmp_path / "run/final") == "step_000001" and not (flat / "final").exists()
     events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
     assert [e.step for e in events.Scalars("loss")] == [1]
     assert [e.step for e in events.Scalars("eval_accuracy")] == [0, 1]

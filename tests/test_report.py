@@ -203,4 +203,7 @@ def test_steps_without_an_untruncated_completion_name_the_constant_that_trains_o
     run = SimpleNamespace(recipe=recipe, progress=Progress("run", idle=1))
     metrics = {"completions/clipped_ratio": truncated, "groups_sampled": 3}
     report.log_idle(run, metrics, [None] * kept)
+    assert "no completion had a reward" not in run.idle_reason
+    report.log_idle(run, metrics | {"rewards/failed": 1}, [None] * kept)
+    assert "no completion had a reward: rewards() returned None" in run.idle_reason
     assert ("train on them: MASK_TRUNCATED = False" in capsys.readouterr().out) == hint

@@ -11,10 +11,13 @@ import pytest
 from fakes import MIXED, FakeEngine, a_recipe, a_run, prompts_of, sampled
 from test_environments import Actor, recipe_of
 
+import grpo_ref_split as trainer
+from grpo.constants import Constants
 from grpo.metrics import rollout_metrics
 from grpo.options.async_rewards import start_loop
 from grpo.options.failures import Failures
-from grpo.rewards import begin_rewards, group_of
+from grpo.prepare import prepare
+from grpo.rewards import begin_rewards, group_of, reward_texts
 from grpo.rollout import tally
 
 NAN = {"correctness": math.nan, "format": math.nan}
@@ -138,3 +141,97 @@ def test_an_async_reward_has_a_limit():
     assert futures[0].result(9) == {"correctness": 1, "format": 0}
     with pytest.raises(RuntimeError, match="took more than 0.2 s.*REWARD_TIMEOUT_SECONDS"):
         sampled(FakeEngine(), recipe, prompts_of([MIXED]))
+
+
+def test_a_plain_group_reward_beside_async_rewards_has_a_limit():
+    async def rewards(item, text):
+        return {"correctness": 1, "format": 0}
+
+    def group_rewards(item, texts):
+        time.sleep(4)
+
+    recipe = recipe_of_two(rewards, group_rewards)
+    with pytest.raises(RuntimeError, match="group_rewards.. failed: .* took more than 0.2 s"):
+        sampled(FakeEngine(), recipe, prompts_of([MIXED]))
+
+
+def recipe_of_two(rewards, group_rewards):
+    task = SimpleNamespace(rewards=rewards, group_rewards=group_rewards)
+    recipe = a_recipe(task=task, REWARD_TIMEOUT_SECONDS=0.2, TASK="mine")
+    recipe.submit = start_loop(task, 0.2)
+    return recipe
+
+
+TASK = """
+def load(split): return [{"question": "1", "answer": "1", "more": [1]}]
+def messages(item): return [{"role": "user", "content": item["question"]}]
+REWARD_WEIGHTS = {"reward": 1.0}
+"""
+
+
+def prepared(tmp_path, tiny, code, **constants):
+    (tmp_path / "mine.py").write_text(TASK + code)
+    words = {"TASK": str(tmp_path / "mine.py"), "MODEL": str(tiny), "MAX_PROMPT_TOKENS": 99}
+    words |= {"MAX_COMPLETION_TOKENS": 9, "REF_SERVER": None, "REWARD_TIMEOUT_SECONDS": 9}
+    return prepare(Constants(trainer.DEFAULTS | words | constants))
+
+
+def test_async_rewards_work_where_a_loop_runs_already(tmp_path, tiny, capsys):
+    """As in a notebook."""
+
+    async def cell():
+        prepared(tmp_path, tiny, "async def rewards(item, text): return text == item['answer']")
+
+    asyncio.run(cell())
+    assert "gold answer '1': reward 1" in capsys.readouterr().out
+
+
+def test_the_preview_counts_failures_as_the_run_does(tmp_path, tiny):
+    """A service that fails at the first call of each kind."""
+    code = (
+        "REWARD_WEIGHTS, seen = None, set()\n"
+        "def rewards(item, text):\n"
+        "    if text not in seen: seen.add(text); raise ConnectionError('busy')\n"
+        "    return text == item['answer']\n"
+    )
+    _, recipe, _ = prepared(tmp_path, tiny, code, MAX_FAILED_REWARDS=9)
+    assert recipe.weights == {"reward": 1.0} and list(recipe.failures.last) == [False, True]
+    with pytest.raises(RuntimeError, match="busy"):
+        prepared(tmp_path, tiny, code, MAX_FAILED_REWARDS=0)
+
+
+def test_the_preview_says_that_no_completion_had_a_reward(tmp_path, tiny, capsys):
+    prepared(tmp_path, tiny, "\ndef rewards(item, text):\n    text == item['answer']\n")
+    out = capsys.readouterr().out
+    assert "no completion above had a reward: rewards() gave None" in out
+    assert "mine.py, line 6: rewards() has no `return`" in out
+
+
+CHANGES = {  # functions that change the question they get
+    "rewards": "def rewards(item, text): return float(bool(item.pop('more')))",
+    "group": "def group_rewards(item, texts): return [item['more'].pop()] * len(texts)",
+    "messages": "def rewards(item, text): return float('more' in item)\n"
+    "def messages(item): item.pop('more'); return [{'role': 'user', 'content': '1'}]",
+    "gold": "def rewards(item, text): return float('more' in item)\n"
+    "def gold(item): return str(item.pop('more'))",
+    "environment": "class Environment:\n"
+    "    def __init__(self, item): self.more = item['more'].pop()\n"
+    "    def reply(self, turn): pass\n"
+    "    def rewards(self, turns): return 1.0",
+    "reply": "def reply(item, turns): item.pop('more')\n"
+    "def rewards(item, turns): return float('more' in item)",
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_a_function_changes_in_a_question_stays_in_its_call(what, tmp_path, tiny):
+    _, recipe, _ = prepared(tmp_path, tiny, CHANGES[what])
+    ((_, item, _),) = recipe.prompts
+    assert reward_texts(recipe, item, ["1"] * 3) == [{"reward": 1.0}] * 3
+    assert item == {"question": "1", "answer": "1", "more": [1]}
+
+
+def test_a_question_that_can_not_be_copied_is_named(tmp_path, tiny):
+    code = "import threading\ndef load(split): return [{'lock': threading.Lock(), 'question': '1'}]"
+    with pytest.raises(SystemExit, match="mine.py: the question .*lock.* keep a connection"):
+        prepared(tmp_path, tiny, f"{code}\ndef rewards(item, text): return 1.0")
