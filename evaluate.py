@@ -16,11 +16,12 @@ import argparse
 import json
 import math
 import os
+import tempfile
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
-from grpo.constants import begin, read_words
+from grpo.constants import begin, is_same, read_words
 
 if __name__ == "__main__":
     begin()  # before torch is imported
@@ -31,9 +32,10 @@ from tqdm import tqdm
 
 import grpo_ref_split as trainer
 from grpo import rollout
-from grpo.checkpoint import state_file
+from grpo.checkpoint import CONSTANTS
 from grpo.checks import settled
 from grpo.log import say
+from grpo.models import settings_in
 from grpo.options import scores
 from grpo.options.merge import base_of, load_base_tokenizer, merge_into
 from grpo.options.sample_sizes import fit_worker
@@ -41,9 +43,9 @@ from grpo.policy import make_policy
 from grpo.prepare import as_seen, gold_of, prepare_task
 from grpo.ranks import gathered, join_ranks
 from grpo.rewards import reward_texts
-from grpo.task import load_chat
+from grpo.task import different, load_chat
 
-# The constants that we take from a checkpoint's run; OF_TASK only if TASK is the same
+# The constants that we take from a model's run; OF_TASK only if TASK is the same
 OF_RUN = ("EVAL_SPLIT", "MAX_COMPLETION_TOKENS", "STOP_TOKENS", "STOP_STRINGS", "DTYPE")
 OF_RUN += ("MAX_PROMPT_TOKENS", "TEMPERATURE", "CHAT_TEMPLATE", "EVAL_QUESTIONS")
 OF_TASK = ("REWARD_WEIGHTS", "OUTCOME")
@@ -74,13 +76,14 @@ def command_line():
 
 
 def run_of(model, task):
-    """Returns the constants, by name, of the run that saved `model`, as far as answers depend on
-    them. {} if `model` is not the folder of a checkpoint."""
-    if not (state := state_file(model)).is_file():
+    """Returns the constants, by name, of the run that trained `model`, as far as answers depend on
+    them: a checkpoint, a copy of its model, or a merged adapter. {} for other models."""
+    older = settings_in(model, "trainer/state.json").get("constants")
+    if not (run := settings_in(model, CONSTANTS) or older):
+        say(f"{model} has no {CONSTANTS} of a run: limits, DTYPE and STOP_STRINGS are the defaults")
         return {}
-    run = json.loads(state.read_text())["constants"]
-    say(f"the constants are those of the run that saved {model}")
-    names = OF_RUN + (OF_TASK if run["TASK"] == task else ())
+    say(f"the constants are those of the run that trained {model}")
+    names = OF_RUN + OF_TASK * is_same("TASK", run["TASK"], task)
     return {name: run[name] for name in names if name in run}
 
 
@@ -107,7 +110,8 @@ def print_junk(recipe):
     c, prompts = recipe.c, recipe.prompts[:JUNK]
     items = [item for _, item, _ in prompts]
     junk = {"an empty answer": lambda item: ""}
-    junk["the question"] = lambda item: load_chat(c.TASK, recipe.task, item)[-1]["content"]
+    asked = lambda chat: [m["content"] for m in chat if m["role"] == "user"] or [""]
+    junk["the question"] = lambda item: asked(load_chat(c.TASK, recipe.task, item))[-1]
     value_of = lambda item: str(item.get("answer")).rpartition("####")[2].strip()
     common, times = Counter(map(value_of, items)).most_common(1)[0]
     with_it = next(item for item in items if value_of(item) == common)
@@ -139,7 +143,7 @@ def answers_of(c, options, model, rank, world):
         draws[kind] = recipe.others(GROUP_SIZE=options.samples)
     policy = make_policy(c, tokenizer)
     merge_into(policy.model, model)
-    prompts, found = recipe.prompts[: c.EVAL_QUESTIONS], {}
+    prompts, found = different(recipe.prompts)[: c.EVAL_QUESTIONS], {}
     for kind, draw in draws.items():
         mine = prompts[rank::world]
         groups = answered(policy, draw, mine, seed=rank)
@@ -176,6 +180,11 @@ def report(c, models, results, out):
 
 def main():
     options, c = command_line()
+    try:
+        Path(options.out).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=options.out).close()
+    except OSError as error:
+        raise SystemExit(f"--out {options.out!r} can't be written: {error}") from None
     for model in options.models:
         load_base_tokenizer(model)  # fails early if the model is missing
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -38,6 +38,7 @@ from grpo.ranks import RunFailed, any_rank, gathered
 from grpo.report import as_json, model_card, naming_run_dir
 
 DRAFT = ".unfinished"
+CONSTANTS = "grpo_split.json"  # a run's, beside its model; evaluate.py reads them
 REFERENCE = "reference.safetensors"
 STATE_BYTES = 12  # of a trained parameter: master weight and Adam's two moments, in float32
 
@@ -142,6 +143,7 @@ def write_shared(run, draft, state):
         run.policy.save(draft)
         card = model_card(run.c, state)
         Path(draft, "README.md").write_text(card, "utf-8")  # people may edit it
+        Path(draft, CONSTANTS).write_text(json.dumps(state["constants"], indent=1))
     return [path for path in draft.rglob("*") if path.is_file() and path.name != "README.md"]
 
 

@@ -166,8 +166,10 @@ def load_split(c, task, split, tokenizer):
     prompts = [(i, item, ids_of(c, task, item, tokenizer)) for i, item in enumerate(items)]
     lengths = sorted(len(ids) for _, _, ids in prompts)
     prompts = [prompt for prompt in prompts if len(prompt[2]) <= c.MAX_PROMPT_TOKENS]
+    same = len(prompts) - len(different(prompts))
     say(
-        f"{c.TASK}/{split}: {len(items)} questions, {len(items) - len(prompts)} left out as too"
+        f"{c.TASK}/{split}: {len(items)} questions, {f'{same} of them again, ' * (same > 0)}"
+        f"{len(items) - len(prompts)} left out as too"
         f" long; the shortest prompt has {lengths[0]} tokens, the median"
         f" {statistics.median_low(lengths)}, the longest {lengths[-1]}"
     )
@@ -179,13 +181,19 @@ def load_split(c, task, split, tokenizer):
     return prompts
 
 
+def different(prompts):
+    """Returns the prompts without those whose ids an earlier one has: an accuracy is as precise as
+    there are different questions."""
+    return list({tuple(prompt[2]): prompt for prompt in reversed(prompts)}.values())[::-1]
+
+
 def load_questions(recipe, tokenizer):
-    """Returns the evaluation's questions, in load_split's form; [] if EVAL_STEPS is 0. Logs how
-    many of them are trained on."""
+    """Returns the evaluation's different questions, in load_split's form; [] if EVAL_STEPS is 0.
+    Logs how many of them are trained on."""
     c = recipe.c
     if not c.EVAL_STEPS:
         return []
-    found = load_split(c, recipe.task, c.EVAL_SPLIT, tokenizer)[: c.EVAL_QUESTIONS]
+    found = different(load_split(c, recipe.task, c.EVAL_SPLIT, tokenizer))[: c.EVAL_QUESTIONS]
     trained = {tuple(ids) for _, _, ids in recipe.prompts}
     if known := sum(tuple(ids) in trained for _, _, ids in found):
         say(

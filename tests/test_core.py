@@ -10,7 +10,7 @@ from documents import ROOT
 
 from grpo.ranks import NEEDED
 
-LINES = 5_900  # of our files that a plain run loads; to become 4 500
+LINES = 6_100  # of our files that a plain run loads; to become 5 500
 SERVER = {
     f"grpo/{name}.py" for name in ("client", "remote", "waits", "wire")
 }  # only with REF_SERVER

@@ -11,6 +11,8 @@ from processes import launch
 
 import evaluate
 import grpo_ref_split as trainer
+from evaluate import OF_TASK, run_of
+from grpo.checkpoint import CONSTANTS
 from grpo.options.merge import merge
 from tasks import arithmetic
 
@@ -19,8 +21,7 @@ RUN = {"TASK": "even", "MAX_PROMPT_TOKENS": 128, "MAX_COMPLETION_TOKENS": 6, "EV
 
 def as_checkpoint(folder, **changes):
     """Adds what the trainer writes of the run's constants."""
-    (folder / "trainer").mkdir()
-    (folder / "trainer/state.json").write_text(json.dumps({"constants": RUN | changes}))
+    (folder / CONSTANTS).write_text(json.dumps(RUN | changes))
     return folder
 
 
@@ -94,6 +95,38 @@ def test_before_and_after_side_by_side_an_adapter_too(tiny, model, tmp_path, mon
     out = capsys.readouterr().out
     (row,) = [line for line in out.splitlines() if line.strip().startswith("right - first")]
     assert row.count("[") == 2 and "  -  " in row
+
+
+def test_a_merged_or_copied_model_keeps_the_constants_of_its_run(tiny, model, tmp_path, capsys):
+    (folder := tmp_path / "adapter").mkdir()
+    tiny_policy(tiny, drift=0.1, lora_rank=4).save(folder)
+    as_checkpoint(model, OUTCOME="correctness")
+    saved = run_of(str(model), "even")
+    assert saved["MAX_COMPLETION_TOKENS"] == 6 and saved["OUTCOME"] == "correctness"
+    shutil.copy(model / CONSTANTS, folder)
+    merge(str(folder), out := str(tmp_path / "merged"))
+    assert run_of(out, "even") == saved
+    assert run_of(out, "arithmetic") == {k: v for k, v in saved.items() if k not in OF_TASK}
+    assert "the run that trained" in capsys.readouterr().out
+    assert run_of(str(tiny), "even") == {} and "has no grpo_split.json" in capsys.readouterr().out
+
+
+def test_a_question_that_is_there_again_is_answered_once(model, tmp_path, monkeypatch, capsys):
+    source = "def load(split): return [{'question': str(n % 5)} for n in range(100)]\n"
+    source += "def messages(item): return [{'role': 'user', 'content': item['question']}]\n"
+    source += "def rewards(item, text): return len(text) % 2\n"
+    (tmp_path / "again.py").write_text(source)
+    as_checkpoint(model, EVAL_QUESTIONS=99)
+    run(monkeypatch, model, tmp_path / "again.py", "--out", tmp_path / "out")
+    out = capsys.readouterr().out
+    assert "100 questions, 95 of them again" in out
+    assert len(answers(next((tmp_path / "out").iterdir()))) == 5
+
+
+def test_a_folder_that_can_not_be_written_is_named(model, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="--out .*file.* can't be written"):
+        run(monkeypatch, model, "even", "--out", tmp_path / "file")
 
 
 MISTAKES = {  # the words, and what is named

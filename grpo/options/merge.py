@@ -7,11 +7,13 @@ MODEL may name OUT.
 """
 
 import json
+import shutil
 import sys
 import tempfile
 import warnings
 from pathlib import Path
 
+from grpo.checkpoint import CONSTANTS
 from grpo.constants import fault_of
 from grpo.log import say
 from grpo.models import as_umask, load_tokenizer, settings_in, stop_ids, token_ids, whole_model
@@ -79,6 +81,8 @@ def merge(adapter, out):
         model.save_pretrained(draft)
         as_umask(draft)
         tokenizer.save_pretrained(draft)
+        if (constants := Path(adapter, CONSTANTS)).exists():
+            shutil.copy(constants, draft)
         draft.replace(final)
     say(f"merged {adapter} and {base} into {out}")
 
