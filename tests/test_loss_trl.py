@@ -1,4 +1,4 @@
-"""Our loss and its gradient against TRL's, on the table that benchmarks/trl_loss_table.py wrote."""
+"""Our loss and its gradient against TRL's, on the table that tests/trl_loss_table.py wrote."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Writes tests/trl_loss_table.json: TRL's GRPO loss, and its gradient, on three small batches.
 
     python3 -m venv ../venv-trl && ../venv-trl/bin/pip install torch==2.13.0 trl==1.16.0
-    ../venv-trl/bin/python benchmarks/trl_loss_table.py
+    ../venv-trl/bin/python tests/trl_loss_table.py
 
 TRL is an oracle here, not a dependency: this script runs in a separate venv, its table is kept, and
 tests/test_loss_trl.py compares our loss with the table, without TRL. Every number is from the
@@ -29,8 +29,8 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-TABLE = Path(__file__).resolve().parent.parent / "tests" / "trl_loss_table.json"
-COMMAND = "../venv-trl/bin/python benchmarks/trl_loss_table.py"
+TABLE = Path(__file__).resolve().with_suffix(".json")
+COMMAND = "../venv-trl/bin/python tests/trl_loss_table.py"
 
 LENGTHS = [7, 5, 3, 6, 1, 4]  # unmasked tokens of the 6 sequences
 ADVANTAGES = [1.2, -0.4, -0.8, 0.9, 0.3, -1.2]  # two groups of three, each sums to 0
