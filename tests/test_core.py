@@ -22,7 +22,7 @@ GPU |= {f"grpo/options/{name}.py" for name in ("rounding", "float32_head")}  # b
 GPU |= {f"grpo/options/{name}.py" for name in ("lora", "plain_decoder")}  # that those import
 RARE = {  # files of which such a run executes fewer than 60 % of the lines: what the others are for
     "grpo/decode_attention.py",  # GPUs and capped scores
-    "grpo/constants.py",  # errors of the command line and of presets
+    "grpo/rewards.py",  # rewards that compare, are awaited, or fail
     "tasks/data.py",  # data from the hub or from files
 }
 RUN = """
