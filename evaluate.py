@@ -41,7 +41,7 @@ from grpo.options.merge import base_of, load_base_tokenizer, merge_into
 from grpo.options.sample_sizes import fit_worker
 from grpo.policy import make_policy
 from grpo.prepare import as_seen, gold_of, prepare_task
-from grpo.ranks import gathered, join_ranks
+from grpo.ranks import gathered, join_ranks, no_child_stays
 from grpo.rewards import reward_texts
 from grpo.task import different, load_chat
 
@@ -192,7 +192,8 @@ def main():
         join_ranks(c.WAIT_LIMIT_SECONDS)
     elif (gpus := torch.accelerator.device_count()) > 1:
         say(f"using one of {gpus} GPUs; start with `deepspeed` instead of `python` to use all")
-    results = [answers_of(c, options, model, rank, world) for model in options.models]
+    with no_child_stays():
+        results = [answers_of(c, options, model, rank, world) for model in options.models]
     if rank == 0:
         report(c, options.models, results, options.out)
     if world > 1:

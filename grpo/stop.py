@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 
 from grpo.log import tell
@@ -47,16 +48,21 @@ class Stop:
         process. Signals are blocked until the child has them: one that came earlier would be lost,
         so that multiprocessing's Pool would wait for ever for a worker that it has terminated. The
         child ignores Ctrl-C, as the run finishes its step."""
+        forking = threading.local()
+
+        def block():
+            forking.is_main = threading.current_thread() is threading.main_thread()
+            signal.pthread_sigmask(signal.SIG_BLOCK, self.before)
 
         def begin():
             for number, handler in self.before.items():
                 signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else handler)
-            if self.before:
+            if self.before and forking.is_main:  # the kernel's parent is the thread: reply()'s ends
                 end_with_parent(signal.SIGKILL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self.before)
 
         os.register_at_fork(
-            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, self.before),
+            before=block,
             after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, self.before),
             after_in_child=begin,
         )

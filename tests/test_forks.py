@@ -91,6 +91,32 @@ def test_a_child_ignores_the_runs_ctrl_c_and_ends_with_the_run():
     assert done.stdout == "True SIGINT\n"
 
 
+def test_a_child_of_a_thread_outlives_the_thread_and_can_be_terminated():
+    """Each reply() is called in a thread of its own, and may keep a process for the next one."""
+    done = python("""
+        import multiprocessing, threading, time
+        from grpo.ranks import children, no_child_stays
+        from grpo.stop import stop
+        context, kept = multiprocessing.get_context("fork"), []
+        def reply():
+            kept.append(context.Process(target=time.sleep, args=(99,)))
+            kept[-1].start()
+        with stop.listening(), no_child_stays():
+            for _ in range(2):
+                thread = threading.Thread(target=reply)
+                thread.start()
+                thread.join()
+            time.sleep(0.3)
+            alive = [process.is_alive() for process in kept]
+            kept[0].terminate()
+            kept[0].join(10)
+            print(alive, kept[0].exitcode)
+        kept[1].join(10)
+        print(kept[1].exitcode)
+    """)
+    assert done.stdout == "[True, True] -15\n-9\n", done.stderr
+
+
 def test_a_child_that_exits_does_not_wait_for_the_watchdog_of_the_time_limit():
     done = python("""
         import os, sys
