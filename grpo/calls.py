@@ -31,6 +31,8 @@ class TaskError(SystemExit):
         super().__init__(f"{task_file(name)}: {function} {got}: it must {must}")
 
 
+HELPER = "import a file of its folder by its name, as in `import helper`, and choose a name that"
+HELPER += " no module of Python's or of grpo-split has"
 SOONER = "answer within REWARD_TIMEOUT_SECONDS; raise that constant if it needs longer"
 
 
@@ -44,16 +46,30 @@ def called(name, function, must, call, holds=lambda got: True):
     except TaskError:  # of a call within this one
         raise
     except (Exception, SystemExit) as error:
-        file = Path(name) if name.endswith(".py") else ROOT / task_file(name)
+        file = Path(name).expanduser() if name.endswith(".py") else ROOT / task_file(name)
         frames = traceback.extract_tb(error.__traceback__)
         lines = [f.lineno for f in frames if Path(f.filename).resolve() == file.resolve()]
         lines += [error.lineno] if isinstance(error, SyntaxError) else []
         at = f", line {lines[-1]}" if lines else ""
         why = f"failed with {type(error).__name__}{at}: {error}"
+        at_path = name.endswith(".py")
+        must = HELPER if at_path and is_of_helper(error, file.resolve().parent) else must
         raise TaskError(name, function, why, must) from error
     if not holds(got):
         raise TaskError(name, function, f"returned {got!r:.500}", must)
     return got
+
+
+def is_of_helper(error, folder):
+    """Returns whether a task could not import a file of its folder: the import is relative, or
+    Python has another module of that name."""
+    module = getattr(error, "obj", None)  # an AttributeError's
+    name = getattr(module, "__name__", getattr(error, "name", None))  # an ImportError's
+    name = str(name).partition(".")[0]
+    is_there = (folder / f"{name}.py").exists() or (folder / name).is_dir()
+    found = Path(getattr(sys.modules.get(name), "__file__", None) or "/")
+    is_other = name in sys.modules and folder not in found.resolve().parents
+    return "relative import" in str(error) or (is_there and is_other)
 
 
 def task_file(name):

@@ -59,7 +59,7 @@ def load_task(name):
         if function in FUNCTIONS and inspect.iscoroutinefunction(value):
             must = "be a plain function; only rewards may be async"
             raise TaskError(name, f"{function}()", "can't be async", must)
-    if hasattr(task, "TOOLS"):
+    if hasattr(task, "TOOLS") or hasattr(getattr(task, "Environment", None), "TOOLS"):
         from grpo.options.tools import give_tools
 
         give_tools(name, task)

@@ -11,6 +11,18 @@ TRL's (benchmarks/results/trl_rewards.md), but what functions get differs:
 - log_extra and log_metric do nothing.
 - A text as a prompt becomes the user's message in the chat template; TRL has no template then.
 - If the template opens the answer, as with <think>, completions begin with that; TRL's do not.
+- There are no environments. A class for environment_factory, which calls all of its public methods
+  tools, becomes a task's (docs/turns.md); a text from reset() must stand in messages(item):
+
+    class Environment(WordleEnv):
+        TOOLS = ["guess"]    # its public methods
+
+        def __init__(self, item):
+            super().__init__()
+            self.reset(**item)
+
+        def rewards(self, turns):
+            return self.reward
 """
 
 import asyncio

@@ -17,7 +17,7 @@ from grpo.calls import TaskError
 from grpo.options.shared_settings import settings_of
 from grpo.prepare import preview
 from grpo.rewards import reward_texts
-from grpo.task import ids_of, load_split, load_task
+from grpo.task import ids_of, load_items, load_split, load_task
 
 QUESTION = {"question": "Why?"}
 
@@ -239,6 +239,51 @@ def test_a_mistake_in_a_tasks_file_is_said(text, names, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(text)
     with pytest.raises(TaskError, match=".*".join(map(re.escape, ["mine.py: ", *names]))):
         load_task(str(tmp_path / "mine.py"))
+
+
+@pytest.mark.parametrize("line, named", [
+    ("from random import pick", "ImportError"),  # Python's has no pick
+    ("import random; random.pick()", "AttributeError"),
+    ("from grpo import pick", "ImportError"),
+    ("import grpo.pick", "ModuleNotFoundError"),
+    ("from wave.parts import pick", "ModuleNotFoundError"),
+    ("from . import helper", "ImportError"),
+    ("from .helper import pick", "ImportError"),
+    ("import helper", None),
+    ("from helper import nothing", "ImportError"),
+    ("import helper; helper.nothing()", "AttributeError"),
+    ("from json import nothing", "ImportError"),
+    ("import no_such_module", "ModuleNotFoundError"),
+])  # fmt: skip
+def test_a_helper_that_python_does_not_find_is_named_with_the_cure(
+    line, named, tmp_path, monkeypatch
+):
+    import wave  # noqa: F401 (any module of Python's)
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for helper in ("random", "grpo", "helper"):
+        (tmp_path / f"{helper}.py").write_text("def pick(): ...\n")
+    (tmp_path / "wave").mkdir()
+    (tmp_path / "wave/parts.py").write_text("def pick(): ...\n")
+    (tmp_path / "mine.py").write_text(f"{line}\n{GOOD}")
+    monkeypatch.delitem(sys.modules, "helper", raising=False)
+    if not named:
+        assert load_task(str(tmp_path / "mine.py")).load
+        return
+    with pytest.raises(TaskError, match=f"the file failed with {named}, line 1: ") as error:
+        load_task(str(tmp_path / "mine.py"))
+    cure = "it must import a file of its folder by its name, as in `import helper`, and choose"
+    assert (cure in str(error.value)) == ("nothing" not in line and "no_such" not in line)
+
+
+def test_a_helper_that_is_missed_in_a_call_is_named_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "random.py").write_text("def questions(): ...\n")
+    source = GOOD.replace("return [{'city': 'Rome'}]", "import random; return random.questions()")
+    (tmp_path / "mine.py").write_text(source)
+    task = load_task(str(tmp_path / "mine.py"))
+    with pytest.raises(TaskError, match=r"load\('train'\) .*AttributeError.*choose a name that no"):
+        load_items(str(tmp_path / "mine.py"), task, "train")
 
 
 # --- What is shown at the start -------------------------------------------------------

@@ -391,7 +391,7 @@ def test_the_task_with_a_tool_in_the_docs_gets_a_model_that_its_command_trains(
     import tasks.__main__ as module
 
     page = (ROOT / "docs/turns.md").read_text()
-    _, source = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    *_, source = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     commands = re.findall(r"^    python (.*?)(?:  #.*)?$", page, re.MULTILINE)
     made, trained = map(shlex.split, commands)
     (tmp_path / "my").mkdir()

@@ -1,12 +1,14 @@
-"""TOOLS: a task's functions that the model calls in the form of its chat template.
+"""TOOLS: functions and methods of a task that the model calls in the form of its chat template.
 
     TOOLS = [python]    # in a task: functions with type hints and docstrings
+    TOOLS = [deposit, withdraw]    # in its class Environment: methods, or their names
     <tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>    # a turn
 
-transformers' get_json_schema describes the functions to the chat template. If the task has neither
-reply() nor Environment, a turn with calls is answered by a message of role "tool": the results, or
-what is wrong with a call. A turn without a call ends the conversation. MAX_CALLS of the task limits
-the calls of a completion, MAX_RESULT_CHARS the length of a result.
+transformers' get_json_schema describes both kinds to the chat template. If the task has no reply(),
+a turn with calls is answered by a message of role "tool": the results, or what is wrong with a
+call. A method is called on the environment of the completion. A turn without a call ends the
+conversation. MAX_CALLS of the task limits the calls of a completion, MAX_RESULT_CHARS the length of
+a result.
 """
 
 import asyncio
@@ -20,7 +22,7 @@ from concurrent.futures import Future
 
 from transformers.utils import get_json_schema
 
-from grpo.calls import TooSlow, called, has_turns
+from grpo.calls import TaskError, TooSlow, called
 from grpo.log import in_background, say
 
 MAX_RESULT_CHARS = 10_000  # the model reads so many characters of a result
@@ -31,30 +33,78 @@ KINDS |= {"array": list, "object": dict}
 
 
 def give_tools(name, task):
-    """Sets TOOL_SCHEMAS of a task with TOOLS, and an Environment that calls them unless the task
-    answers by itself. TaskError if the functions cannot be described."""
-    must = "be a list of functions, each with type hints and a docstring that explains its Args"
-    task.TOOL_SCHEMAS = called(name, "TOOLS", must, lambda: schemas(task.TOOLS), holds=bool)
-    if not has_turns(task):
-        task.Environment = type("Environment", (Tools,), {"task": task})
+    """Sets TOOL_SCHEMAS of a task with TOOLS, and adds a reply() that calls them to its Environment
+    unless the task answers by itself. TaskError if a tool can't be described."""
+    kind = getattr(task, "Environment", NoState)
+    kind = getattr(kind, "_without_tools", kind)  # of a task that is loaded again
+    answers = hasattr(task, "reply") or hasattr(kind, "reply") or not isinstance(kind, type)
+    if answers and hasattr(kind, "TOOLS"):
+        must = "be left out: the TOOLS of the class answer each turn that calls them"
+        raise TaskError(name, "Environment.reply()", "stands beside TOOLS", must)
+    functions, methods, must = {}, {}, "each with type hints and a docstring that explains its Args"
+    if hasattr(task, "TOOLS"):
+        of = f"be a list of functions, {must}"
+        functions = called(name, "TOOLS", of, lambda: described(task.TOOLS), holds=bool)
+    if hasattr(kind, "TOOLS"):
+        of = f"be a list of methods of the class, or of their names, {must}"
+        find = lambda: described(kind.TOOLS, kind, known=functions)
+        methods = called(name, "Environment.TOOLS", of, find, holds=bool)
+    task.TOOL_SCHEMAS = [schema for _, schema in (functions | methods).values()]
+    if not answers:
+        task.Environment = answering(task, kind, functions, methods)
 
 
-def schemas(tools):
-    names = {tool.__name__ for tool in tools}
-    if any(map(inspect.iscoroutinefunction, tools)) or len(names) < len(tools):
-        raise ValueError("a function is async, or two have the same name")
-    return [get_json_schema(tool) for tool in tools]
+def described(tools, kind=None, known=()):
+    """Returns {name: (tool, schema)} of functions, or of methods of the class `kind`. ValueError if
+    one can't be a tool, or has a name that is `known`."""
+    found = {}
+    for tool in tools:
+        name = tool if kind and isinstance(tool, str) else getattr(tool, "__name__", repr(tool))
+        tool = getattr(kind, name, None) if kind else tool
+        wrong = "" if callable(tool) else f"is no {'method of the class' if kind else 'function'}"
+        wrong = "is async" if inspect.iscoroutinefunction(tool) else wrong
+        wrong = "is the name of two tools" if name in found or name in known else wrong
+        if wrong:
+            raise ValueError(f"{name:.50} {wrong}")
+        found[name] = tool, get_json_schema(tool)
+    return found
+
+
+class NoState:
+    """The environment of a task that has only functions as tools."""
+
+    def __init__(self, item):
+        pass
+
+
+def answering(task, kind, functions, methods):
+    """Returns the class `kind` with a reply() that calls the tools; methods, on its instance."""
+
+    class Environment(kind):
+        _without_tools = kind
+
+        def __init__(self, item):
+            super().__init__(item)
+            own = {  # super(): found even if an attribute of the instance has a method's name
+                name: (getattr(super(Environment, self), name), schema)
+                for name, (_, schema) in methods.items()
+            }
+            self._grpo_tools = Tools(task, functions | own)
+
+        def reply(self, turn):
+            return self._grpo_tools.reply(turn)
+
+    return Environment
 
 
 class Tools:
-    """The environment of one completion: it calls the tools that the model's turns name."""
+    """The tools of one completion, which calls those that the model's turns name."""
 
-    task, role = None, "tool"  # of its messages
+    role = "tool"  # of its messages
 
-    def __init__(self, item):
-        described = zip(self.task.TOOLS, self.task.TOOL_SCHEMAS, strict=True)
-        self.tools = {tool.__name__: (tool, schema) for tool, schema in described}
-        self.left = getattr(self.task, "MAX_CALLS", -1)  # negative: any number
+    def __init__(self, task, tools):
+        self.task, self.tools = task, tools  # {name: (tool, schema)}
+        self.left = getattr(task, "MAX_CALLS", -1)  # negative: any number
         self.calls = self.failed = 0
 
     def reply(self, turn):

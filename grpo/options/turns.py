@@ -65,7 +65,8 @@ class Environment:
         c, task = self.recipe.c, self.recipe.task
         if self.real is None:
             make = getattr(task, "Environment", functools.partial(OfReply, task))
-            what, whole = f"Environment({self.item!r:.500})", "return an object with reply(turn)"
+            what = f"Environment({self.item!r:.500})"
+            whole = "take a question and return an object with reply(turn), or with TOOLS"
             self.real = called(c.TASK, what, whole, lambda: make(self.item), has_reply)
             if self.closed:  # by the main thread, meanwhile
                 self.close()
@@ -322,8 +323,8 @@ class Conversations:
             self.leave(chat, {})
 
     def sample_of(self, chat, truncated):
-        tools = chat.environment.real  # options/tools.py's count their calls
-        calls = getattr(tools, "calls", 0), getattr(tools, "failed", 0)
+        tools = getattr(chat.environment.real, "_grpo_tools", None)  # options/tools.py's
+        calls = (tools.calls, tools.failed) if tools else (0, 0)
         own = chat.is_model_token, chat.turns, calls
         return Sample(chat.ids, chat.logps, truncated, *own)
 

@@ -70,6 +70,12 @@ def test_each_completion_has_an_environment_and_its_own_state(tokenizer):
     assert len(Counter.made) == len(Counter.ended) == 4 and not Counter.live
 
 
+def test_an_attribute_of_an_environment_is_not_taken_for_the_calls_of_tools(tokenizer):
+    recipe = recipe_of(tokenizer, 1, environment=type("Own", (Counter,), {"calls": ["a"]}))
+    (group,) = sampled(Actor(tokenizer, ["One"]), recipe, iter(recipe.prompts))
+    assert [sample.tool_calls for sample in group.samples] == [(0, 0)] * 2
+
+
 def test_a_truncated_conversation_is_rewarded_and_closed_too(tokenizer):
     recipe = recipe_of(tokenizer, 3, MAX_COMPLETION_TOKENS=4)
     (group,) = sampled(Actor(tokenizer, ["One", "two"]), recipe, iter(recipe.prompts))

@@ -15,7 +15,7 @@ from grpo.models import prompt_ids
 from grpo.options import tools as module
 from grpo.options.shared_settings import settings_of
 from grpo.options.tools import give_tools
-from grpo.options.turns import bridge
+from grpo.options.turns import bridge, play
 from grpo.prepare import preview
 from grpo.sample import Sample
 from grpo.task import load_task
@@ -281,7 +281,8 @@ def test_failed_calls_are_counted_and_the_first_of_each_kind_is_logged(alone, ca
         environment = task.Environment({})
         for turn in bad:
             environment.reply(turn + call())
-        assert (environment.calls, environment.failed) == (10, 5)
+        tools = environment._grpo_tools
+        assert (tools.calls, tools.failed) == (10, 5)
     lines = [x for x in capsys.readouterr().out.splitlines() if "the first of its kind" in x]
     assert len(lines) == 5 and f"({__file__}, line " in lines[0] and "KeyError: 'it'" in lines[0]
     a_task(add).Environment({}).reply(bad[1])  # of another task
@@ -327,6 +328,221 @@ def test_workers_must_have_the_same_tools():
         settings_of(a_recipe([], task=a_task(*tools), **kept)) for tools in ([add], [add], [both])
     )
     assert one == same and one["TOOLS"] and one != other
+
+
+# --- Methods of class Environment -------------------------------------------------------
+class Account:
+    def __init__(self, item):
+        self.balance = item.get("start", 0)  # which hides the method in the instance
+
+    def deposit(self, amount: int) -> int:
+        """Puts money into the account and returns the balance.
+
+        Args:
+            amount: How much.
+        """
+        if amount < 0:
+            raise ValueError("a deposit is positive")
+        self.balance += amount
+        return self.balance
+
+    def balance(self) -> int:
+        """Returns the balance."""
+        return self.balance
+
+    def rewards(self, turns):
+        return self.balance
+
+    async def later(self) -> int:
+        """Waits."""
+
+    def bare(self, amount):
+        """Has no type hint.
+
+        Args:
+            amount: How much.
+        """
+
+    def silent(self, amount: int):
+        return amount
+
+
+def a_bank(*tools, base=Account, **names):
+    tools = tools or ("deposit", "balance")
+    own = {"messages": lambda item: [{"role": "user", "content": item["question"]}]}
+    task = SimpleNamespace(
+        Environment=type("Environment", (base,), {"TOOLS": tools}), **own, **names
+    )
+    give_tools("mine", task)
+    return task
+
+
+def pay(amount):
+    return call("deposit", f'{{"amount": {amount}}}')
+
+
+def test_a_method_is_described_without_self_and_called_on_its_environment():
+    for tools in (("deposit", "balance"), (Account.deposit, Account.balance)):
+        task = a_bank(*tools)
+        described, _ = (schema["function"] for schema in task.TOOL_SCHEMAS)
+        assert described["name"] == "deposit" and described["description"].startswith("Puts money")
+        assert list(described["parameters"]["properties"]) == ["amount"]
+        assert described["parameters"]["required"] == ["amount"]
+        one, other = task.Environment({"start": 5}), task.Environment({})
+        assert one.reply(pay(2) + pay(3))["content"] == "7\n10"
+        assert [e.reply(call("balance", "{}"))["content"] for e in (one, other)] == ["10", "0"]
+        assert one.reply("Ten.") is None and one.rewards([]) == 10
+
+
+def test_a_method_that_raises_becomes_a_text_and_calls_are_limited(alone, capsys):
+    environment = a_bank(MAX_CALLS=2, MAX_RESULT_CHARS=30).Environment({})
+    told = environment.reply(pay(-1) + pay(4) + pay(5))["content"]
+    assert told.startswith("error: deposit(amount: int) ->\n... (cut: the first 30 of ")
+    assert told.endswith("\n4\nerror: no call is left") and environment.reply(pay(1)) is None
+    tools = environment._grpo_tools
+    assert (tools.calls, tools.failed) == (2, 1)
+    assert f"({__file__}, line " in capsys.readouterr().out
+
+
+def test_the_completions_of_a_group_have_separate_states(tokenizer):
+    """In a run: all pay twice, and none sees what another one has paid."""
+    tokenizer.chat_template = QWEN
+    task, item = a_bank(), {"question": "Pay 2 and 3.", "start": 5}
+    rest = {"REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward", "MAX_COMPLETION_TOKENS": 999}
+    recipe = a_recipe(task=task, TASK="mine", **rest)
+    ids = prompt_ids(tokenizer, task.messages(item), **recipe.chat_options)
+    shown = tokenizer.decode(ids)
+    assert "Puts money into the account" in shown and "self" not in shown
+    actor = Actor(tokenizer, [pay(2), pay(3) + pay(-1), "Ten."])
+    (group,) = sampled(actor, recipe, iter([(0, item, ids)]))
+    assert len(group.samples) > 1
+    for sample in group.samples:
+        assert sample.text[1] == "7" and sample.text[3].startswith("10\nerror: deposit(amount: i")
+        assert sample.rewards == {"reward": 10.0} and sample.tool_calls == (3, 1)
+
+
+def test_functions_and_methods_may_both_be_tools_and_a_loaded_task_is_loaded_again():
+    task = a_bank(TOOLS=[add])
+    give_tools("mine", task)
+    assert [s["function"]["name"] for s in task.TOOL_SCHEMAS] == ["add", "deposit", "balance"]
+    assert task.Environment({}).reply(call() + pay(2))["content"] == "5\n2"
+    alone = a_task(add, Environment=Account).Environment({"start": 1})  # its methods are no tools
+    assert alone.reply(call())["content"] == "5" and alone.rewards([]) == 1
+
+
+@pytest.mark.parametrize("tools, named", [
+    (["deposti"], "deposti is no method of the class"),
+    (["__doc__"], "__doc__ is no method of the class"),
+    ([add], "add is no method of the class"),
+    ([5], "5 is no method of the class"),
+    ("balance", "b is no method of the class"),
+    (["later"], "later is async"),
+    (["balance", Account.balance], "balance is the name of two tools"),
+    (["bare"], "amount is missing a type hint in function bare"),
+    (["silent"], "silent because it has no docstring"),
+    (5, "'int' object is not iterable"),
+    ([], "returned {}"),
+])  # fmt: skip
+def test_a_method_that_can_not_be_described_is_refused(tools, named):
+    task = SimpleNamespace(Environment=type("Environment", (Account,), {"TOOLS": tools}))
+    must = "it must be a list of methods of the class, or of their names, each with type hints"
+    with pytest.raises(TaskError, match=rf"tasks/mine.py: Environment.TOOLS .*{named}.*: {must}"):
+        give_tools("mine", task)
+
+
+def test_a_method_and_a_function_of_one_name_are_refused():
+    def deposit(amount: int) -> int:
+        """Pays.
+
+        Args:
+            amount: How much.
+        """
+
+    with pytest.raises(TaskError, match="deposit is the name of two tools"):
+        a_bank(TOOLS=[deposit])
+
+
+def test_an_environment_with_tools_and_a_reply_is_refused():
+    base = type("Both", (Account,), {"reply": lambda self, turn: None})
+    with pytest.raises(
+        TaskError, match=r"Environment.reply\(\) stands beside TOOLS: it must be left"
+    ):
+        a_bank(base=base)
+
+
+class OfTRL:
+    """As TRL's environment_factory takes it."""
+
+    def __init__(self):
+        self.word, self.reward = None, 0.0
+
+    def reset(self, **kwargs):
+        self.word = kwargs["word"]
+
+    def guess(self, word: str) -> str:
+        """Guesses a word.
+
+        Args:
+            word: The word.
+        """
+        self.reward = float(word == self.word)
+        return "yes" if self.reward else "no"
+
+
+class AdaptedByTheDocs(OfTRL):
+    TOOLS = ("guess",)
+
+    def __init__(self, item):
+        super().__init__()
+        self.reset(**item)
+
+    def rewards(self, turns):
+        return self.reward
+
+
+def test_an_environment_that_was_written_for_trl_becomes_a_tasks():
+    task = SimpleNamespace(Environment=AdaptedByTheDocs)
+    give_tools("mine", task)
+    environment = task.Environment({"word": "grape"})
+    for word, told in (("apple", "no"), ("grape", "yes")):
+        assert environment.reply(call("guess", json.dumps({"word": word})))["content"] == told
+        assert environment.rewards([]) == (told == "yes")
+
+
+def test_an_environment_that_takes_no_question_is_named():
+    task = SimpleNamespace(Environment=type("Environment", (OfTRL,), {"TOOLS": ["guess"]}))
+    give_tools("mine", task)
+    with pytest.raises(TaskError, match=r"Environment\({}\) .*: it must take a question and"):
+        play(a_recipe(task=task, TASK="mine"), {}, [call("guess", '{"word": "x"}')])
+
+
+# --- tasks/ledger.py ------------------------------------------------------------------
+def test_the_ledgers_gold_is_right_and_other_answers_are_not(alone):
+    task = load_task("ledger")
+    items = task.load("test")
+    assert {len(item["orders"]) for item in items} == {0, 1, 2}
+    recipe = a_recipe([(0, items[0], [5])], task=task, TASK="ledger", REWARD_WEIGHTS=None)
+    recipe.resolve()
+    for item in items[:30]:
+        turns, rewards, roles = play(recipe, item, task.gold(item))
+        assert rewards == {"correctness": True} and set(roles) == {"tool"}
+        assert turns[-2] == item["answer"]
+        assert play(recipe, item, task.gold(item)[-1:])[1]["correctness"] == (not item["orders"])
+        assert not play(recipe, item, task.gold(item)[:-1])[1]["correctness"]
+    turns, _, _ = play(recipe, items[0], [task.CALL.format("withdraw", '"amount": 999'), ""])
+    assert turns[1].startswith("error: withdraw(amount: int) -> int: ValueError: the balance is on")
+
+
+def test_the_preview_of_the_ledger_shows_a_conversation(tiny, tokenizer, capsys):
+    task = load_task("ledger")
+    item = next(item for item in task.load("test") if item["orders"])
+    ids = prompt_ids(tokenizer, task.messages(item))
+    recipe = a_recipe([(0, item, ids)], task=task, TASK="ledger", MODEL=str(tiny))
+    recipe.weights, recipe.outcome = {"correctness": 1.0}, "correctness"
+    preview(recipe, tokenizer, 1)
+    printed = capsys.readouterr().out
+    assert f"reply() as a tool turn: '\\n<|im_start|>tool\\n{item['answer']}<|im_end|>" in printed
+    assert "correctness 1" in printed
 
 
 # --- tasks/python_tool.py --------------------------------------------------------------
