@@ -33,7 +33,7 @@ from grpo.constants import before_torch, command_line, defaults_in
 # --- What to train ------------------------------------------------------------------
 MODEL = "Qwen/Qwen2.5-3B"  # hub name or folder of the model to train (any AutoModelForCausalLM)
 TASK = "gsm8k"  # data, prompts and rewards: a name in tasks/, or a path such as "my/task.py"
-RUN_DIR = "runs/gsm8k"  # folder of checkpoints, metrics and samples; a run in it resumes (RESUME)
+RUN_DIR = "runs/gsm8k"  # folder of checkpoints, metrics and samples; a run in it resumes
 # Address of ref_server.py. If it runs on another machine, set the environment variable GRPO_TOKEN
 # to the same secret on both. None keeps the reference model in this process.
 REF_SERVER = "http://127.0.0.1:59875"
@@ -122,7 +122,6 @@ EVAL_QUESTIONS = 512  # uses the first N questions of the split; more are more p
 SAVE_STEPS = 100  # 0: never, and nothing is left of the run but its metrics and samples
 KEEP_CHECKPOINTS = 2  # the newest N checkpoints are kept, older ones deleted
 KEEP_BEST = True  # also keeps the checkpoint of the best evaluation: RUN_DIR/best
-RESUME = True  # resumes from the newest checkpoint in RUN_DIR; False: RUN_DIR must not hold a run
 REPORT_TO = []  # "tensorboard", "wandb" or functions, which get each step's metrics, too
 WAIT_LIMIT_SECONDS = 600  # the run ends after this long without the server or workers' groups
 REWARD_TIMEOUT_SECONDS = 60  # the run ends if the rewards of a group take longer
@@ -414,7 +413,7 @@ def evaluate_if_due(run):
 def main(**given):
     """Trains with the constants above, except for those that are given."""
     c = checks.settled(DEFAULTS, given)
-    resume.check_run_dir(c.RUN_DIR, c.RESUME)
+    resume.check_run_dir(c.RUN_DIR)
     if c.REPORT_TO:
         from grpo.options.reporters import check_reporters
 

@@ -56,7 +56,7 @@ def constants_of(case, seed, folder, common):
     from grpo.constants import read_preset
 
     run = {"MODEL": str(model_of(case.student, seed)), "RUN_DIR": str(folder), "SEED": seed}
-    run |= {"REF_SERVER": None, "RESUME": False}
+    run |= {"REF_SERVER": None}
     run |= {"REFERENCE": str(model_of(case.teacher, seed))} if case.teacher else {}
     return read_preset(ROOT / "presets/demo.py") | run | common | case.constants
 

@@ -63,12 +63,11 @@ def called(name, function, must, call, holds=lambda got: True):
 def is_of_helper(error, folder):
     """Returns whether a task could not import a file of its folder: the import is relative, or
     Python has another module of that name."""
-    module = getattr(error, "obj", None)  # an AttributeError's
-    name = getattr(module, "__name__", getattr(error, "name", None))  # an ImportError's
-    name = str(name).partition(".")[0]
+    module = getattr(error, "obj", None)  # an AttributeError's, else the name is an ImportError's
+    name = getattr(module, "__name__", str(getattr(error, "name", None))).partition(".")[0]
     is_there = (folder / f"{name}.py").exists() or (folder / name).is_dir()
-    found = Path(getattr(sys.modules.get(name), "__file__", None) or "/")
-    is_other = name in sys.modules and folder not in found.resolve().parents
+    found = Path(getattr(sys.modules.get(name), "__file__", None) or "/").resolve()
+    is_other = name in sys.modules and folder not in found.parents
     return "relative import" in str(error) or (is_there and is_other)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SCRIPTS = "grpo_ref_split.py", "ref_server.py"  # a preset may set constants of both
 GONE = {  # constants of earlier versions, and what to do instead
+    "RESUME": "a new run has a new RUN_DIR",
     "REWARD_PROCESSES": "an async def rewards may use a pool of processes (CONTRIBUTING.md)",
     "SAMPLES_PER_STEP": "samples.jsonl has whole groups",
     "IS_MASK": "IS_CAP limits these tokens' factor instead of masking them",

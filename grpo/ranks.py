@@ -7,6 +7,7 @@ group's time limit, which is logged at the start; NCCL's watchdog logs the colle
 
 import atexit
 import contextlib
+import functools
 import importlib.util
 import os
 import signal
@@ -82,24 +83,18 @@ def leave_at_exit():
     atexit.register(dist.destroy_process_group)
 
 
-def children():
-    """Returns this process's children and theirs, as psutil's processes."""
-    import psutil
-
-    return set(psutil.Process().children(recursive=True))
-
-
 @contextlib.contextmanager
 def no_child_stays():
     """Kills the processes that are started in the block and outlive it, such as a reward's, but for
     Python's resource tracker, which ends by itself."""
     import psutil
 
-    before = children()
+    mine = functools.partial(psutil.Process().children, recursive=True)
+    before = mine()
     try:
         yield
     finally:
-        for child in children() - before:
+        for child in set(mine()).difference(before):
             with contextlib.suppress(psutil.Error):
                 if "from multiprocessing.resource_tracker" not in " ".join(child.cmdline()):
                     child.kill()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from grpo.checkpoint import load, newest, point, saved_in
+from grpo.checkpoint import load, newest, point
 from grpo.constants import Constants, is_same
 from grpo.engine import learning_rate
 from grpo.log import say
@@ -67,45 +67,31 @@ class Progress:
         self.flat += groups - usable
 
 
-def check_run_dir(folder, resume):
-    """Makes RUN_DIR. Raises SystemExit if it can't be written, also if its disk has no symbolic
-    links, or if a run would be overwritten."""
+def check_run_dir(folder):
+    """Makes RUN_DIR. Raises SystemExit if it can't be written, or has no symbolic links."""
     with naming_run_dir(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".trial_", dir=folder) as trial:
             Path(trial, "best").symlink_to("a checkpoint")
-    traces = [Path(folder, name) for name in ("run.json", "metrics.jsonl")]
-    if not resume and (saved_in(folder) or any(path.exists() for path in traces)):
-        raise SystemExit(
-            f"RUN_DIR = {folder!r} must be a folder without a run if RESUME = False: choose"
-            " another folder, or set RESUME = True to resume the run"
-        )
 
 
 def lock_run(folder, name=".lock"):
     """Returns a file that stays locked until it is closed or this process ends. SystemExit if
-    another trainer holds the lock: the two would undo each other's steps."""
+    another trainer holds the lock: the two would undo each other's steps. A disk without locks (NFS
+    with nolock, some of Lustre and FUSE) is logged, and no obstacle."""
     with naming_run_dir(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
         file = open(Path(folder, name), "w")  # noqa: SIM115
-    if not lock(file, folder):
-        raise SystemExit(
-            f"another trainer is running in RUN_DIR = {folder!r}: stop it, or choose another folder"
-        )
-    return file
-
-
-def lock(file, folder):
-    """Locks a file in a folder; returns False if another process has locked it. A disk without
-    locks (NFS with nolock, some of Lustre and FUSE) is logged, and no obstacle."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
+            raise SystemExit(
+                f"another trainer is running in RUN_DIR = {folder!r}: stop it, or choose another"
+            ) from None
         why = f"is on a disk without file locks ({error.strerror})"
         say(f"{folder} {why}: run one process at a time there")
-    return True
+    return file
 
 
 # --- What a run is trained on -----------------------------------------------------------

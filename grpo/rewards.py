@@ -1,6 +1,6 @@
 """Calls a task's reward functions, and turns what they return into floats.
 
-    rewarded(recipe, group)    # sets the rewards and the total of each sample
+    rewarded(recipe, group, begin_rewards(recipe, group))    # sets each sample's rewards and total
 
 A task returns a number, a bool, None (does not apply), or a dict of them. A sample has a float for
 each name of REWARD_WEIGHTS, in that order; NaN: it does not apply, or its function has failed.
@@ -85,9 +85,9 @@ def failed(recipe, item, call, error):
 
 
 # --- What is made of it -----------------------------------------------------------------
-def rewarded(recipe, group, futures=None):
+def rewarded(recipe, group, futures):
     """Sets rewards and total of a group's samples, which have their texts and what their
-    environments gave. `futures` is the result of begin_rewards, if it was called.
+    environments gave. `futures` is the result of begin_rewards.
 
     Raises RuntimeError if the task raises (that is a bug, not a reward) or takes too long;
     TaskError if the rewards do not have the names in REWARD_WEIGHTS.
@@ -104,7 +104,7 @@ def reward_texts(recipe, item, texts):
     """Returns the rewards of texts, as rewarded() gives them to sampled completions. The turns of
     one with several are played again if its environment rewards it."""
     group = group_of(recipe, item, texts)
-    rewarded(recipe, group)
+    rewarded(recipe, group, begin_rewards(recipe, group))
     return [sample.rewards for sample in group.samples]
 
 
@@ -120,12 +120,11 @@ def group_of(recipe, item, texts):
     return Group(-1, item, [], samples)
 
 
-def values_of(recipe, group, futures=None):
+def values_of(recipe, group, futures):
     """Returns {name: what the task returned} for each sample, or None where a call has failed: from
     its environment, from rewards(), and from group_rewards()."""
     task, size = recipe.task, len(group.samples)
-    begun = begin_rewards(recipe, group) if futures is None else futures
-    answers = answers_of(recipe, group, begun)
+    answers = answers_of(recipe, group, futures)
     columns = [[FAILED if s.failed else s.environment or {} for s in group.samples]]
     if hasattr(task, "rewards"):
         columns.append(answers[:size])

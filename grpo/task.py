@@ -26,7 +26,7 @@ from grpo.calls import (
 )
 from grpo.constants import real
 from grpo.log import say
-from grpo.rewards import group_of, values_of
+from grpo.rewards import begin_rewards, group_of, values_of
 
 FUNCTIONS = "load", "messages", "group_rewards", "reply", "gold", "sloppy"
 # The day that a chat template shows by strftime_now, on every machine and in every year: the one to
@@ -136,7 +136,8 @@ class Recipe:
         if weights is None:
             empty = None
             while empty is None:  # until it does not fail, or has failed too often
-                (empty,) = values_of(self, group_of(self, self.prompts[0][1], [""]))
+                group = group_of(self, self.prompts[0][1], [""])
+                (empty,) = values_of(self, group, begin_rewards(self, group))
             weights = dict.fromkeys(empty, 1.0)
         if c.REWARD_WEIGHTS == {}:  # rewards are only logged, and OUTCOME evaluated
             weights = dict.fromkeys(weights, 0.0)

@@ -56,7 +56,7 @@ def test_a_wrong_constant_is_named_with_its_value(name, value):
 
 def test_a_constant_that_is_edited_in_the_script_keeps_its_kind():
     assert settled(trainer.DEFAULTS | {"KL_BETA": 0}, {"KL_BETA": 0.04}).KL_BETA == 0.04
-    for name, value in {"RESUME": "no", "WARMUP_STEPS": 0.1}.items():
+    for name, value in {"KEEP_BEST": "no", "WARMUP_STEPS": 0.1}.items():
         with pytest.raises(SystemExit, match=f"{name} = {value!r} must be"):
             settled(trainer.DEFAULTS | {name: value}, {})
 
@@ -90,22 +90,11 @@ def test_without_rewards_a_teacher_needs_no_group_but_all_of_them():
         check(**alone | {"SKIP_FLAT_GROUPS": "outcome"})
 
 
-def test_a_run_is_not_written_over(tmp_path):
-    for trace in ("metrics.jsonl", "step_000500", "run.json"):
-        (tmp_path / trace).mkdir()
-        with pytest.raises(SystemExit, match="RESUME"):
-            trainer.resume.check_run_dir(str(tmp_path), resume=False)
-        check(RUN_DIR=str(tmp_path))  # a worker's RUN_DIR may hold what it likes
-        trainer.resume.check_run_dir(str(tmp_path), resume=True)
-        (tmp_path / trace).rmdir()
-        trainer.resume.check_run_dir(str(tmp_path), resume=False)
-
-
 def test_a_folder_that_cant_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file/run", "/proc/run"):
         with pytest.raises(SystemExit, match=f"RUN_DIR = '{folder}' can't be written"):
-            trainer.resume.check_run_dir(str(folder), resume=True)
+            trainer.resume.check_run_dir(str(folder))
 
 
 def test_a_disk_without_links_is_refused_before_a_run_needs_one(tmp_path, monkeypatch):
@@ -114,5 +103,5 @@ def test_a_disk_without_links_is_refused_before_a_run_needs_one(tmp_path, monkey
 
     monkeypatch.setattr(Path, "symlink_to", refuse)
     with pytest.raises(SystemExit, match="can't be written .no links here"):
-        trainer.resume.check_run_dir(str(tmp_path), resume=True)
+        trainer.resume.check_run_dir(str(tmp_path))
     assert not list(tmp_path.iterdir())

@@ -44,7 +44,7 @@ def test_a_reward_may_start_processes_and_none_is_left(way, tmp_path):
         from grpo.constants import Constants, begin
         begin()
         import psutil
-        from grpo.ranks import children, no_child_stays
+        from grpo.ranks import no_child_stays
         from grpo.stop import stop
         from grpo.rewards import reward_texts
         from grpo.task import Recipe, load_task
@@ -53,7 +53,7 @@ def test_a_reward_may_start_processes_and_none_is_left(way, tmp_path):
         recipe = Recipe(c, load_task(c.TASK), [], {{"reward": 1.0}}, "reward")
         with stop.listening(), no_child_stays():
             print(reward_texts(recipe, {{"way": {way!r}}}, ["", ""]))
-        left = psutil.wait_procs(children(), timeout=2)[1]
+        left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=2)[1]
         print([x for x in left if not x.cmdline()[-1].startswith("from multiproc")])
     """)
     assert done.stdout == "[{'reward': 1.0}, {'reward': 1.0}]\n[]\n", done.stderr
@@ -95,7 +95,7 @@ def test_a_child_of_a_thread_outlives_the_thread_and_can_be_terminated():
     """Each reply() is called in a thread of its own, and may keep a process for the next one."""
     done = python("""
         import multiprocessing, threading, time
-        from grpo.ranks import children, no_child_stays
+        from grpo.ranks import no_child_stays
         from grpo.stop import stop
         context, kept = multiprocessing.get_context("fork"), []
         def reply():
