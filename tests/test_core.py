@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import torch
 from documents import ROOT
 
 from grpo.ranks import NEEDED
@@ -84,6 +85,8 @@ def test_a_plain_run_loads_the_core_alone(tiny, tmp_path):
     shares = {path.removeprefix(f"{ROOT}/"): share for path, share in found.items()}
     core = {path: lines_of(path) for path in shares if not path.startswith("tests")}
     core = {path: number for path, number in core.items() if number}
+    if torch.version.cuda:  # such a build looks for a driver that is too old
+        core.pop("grpo/options/nvidia.py")
     for path, number in sorted(core.items(), key=lambda pair: -pair[1]):
         print(f"{number:4} {shares[path]:4.0%} {path}")
     total, server, gpu = (sum(map(lines_of, files)) for files in (core, SERVER, GPU))
