@@ -410,6 +410,7 @@ def evaluate_if_due(run):
 
 # --- Main ---------------------------------------------------------------------------
 @ranks.explained()
+@ranks.no_child_stays()
 def main(**given):
     """Trains with the constants above, except for those that are given."""
     c = checks.settled(DEFAULTS, given)
@@ -423,7 +424,7 @@ def main(**given):
     ranks.join_ranks(c.WAIT_LIMIT_SECONDS)  # collective
     _lock = checkpoint.leads(c.RUN_DIR) and resume.lock_run(c.RUN_DIR)  # collective; to the end
     run = start_run(c, tokenizer, recipe, questions, server, batch_loss)  # collective
-    with stop.listening(), ranks.no_child_stays():
+    with stop.listening():
         try:
             asked = train(run)  # collective
         except ranks.RunFailed:

@@ -4,15 +4,13 @@ Trainer, workers, evaluate.py and `python -m tasks` use it. Torch is imported on
 is needed, so that a mistake in the task's file is reported at once.
 """
 
-import contextlib
 import functools
 import inspect
 import math
-import re
 
-from grpo.calls import TaskError, called, has_turns, own, task_file
+from grpo.calls import TaskError, called, has_turns, own
 from grpo.log import say
-from grpo.rewards import functions_of, reward_texts
+from grpo.rewards import reward_texts
 from grpo.task import Recipe, load_chat, load_split, load_task
 
 REWARDS = "rewards", "group_rewards"  # a task's functions that may be async
@@ -89,18 +87,9 @@ def preview(recipe, tokenizer, number):
         rewards = show_rewards(recipe, item, "an empty completion", opening)
         found = [*rewards.values(), *check_gold(recipe, item, tokenizer, opening).values()]
         if all(map(math.isnan, found)):
-            note_no_reward(recipe)
+            from grpo.options.no_reward import explain
 
-
-def note_no_reward(recipe):
-    """Logs that no reward applied, and which functions never return a value."""
-    say(f"no completion above had a reward: {' and '.join(functions_of(recipe.task))} gave None")
-    for name in REWARDS:
-        with contextlib.suppress(OSError, TypeError, AttributeError):  # no source, or no function
-            lines, first = inspect.getsourcelines(getattr(recipe.task, name))
-            if not re.search(r"\breturn\b", "".join(lines)):
-                file = task_file(recipe.c.TASK)
-                say(f"{file}, line {first}: {name}() has no `return`, so it returns None")
+            explain(recipe)
 
 
 def note_prompts(recipe, tokenizer):

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import functools
 import importlib.util
+import multiprocessing
 import os
 import signal
 import traceback
@@ -85,8 +86,9 @@ def leave_at_exit():
 
 @contextlib.contextmanager
 def no_child_stays():
-    """Kills the processes that are started in the block and outlive it, such as a reward's, but for
-    Python's resource tracker, which ends by itself."""
+    """Kills the processes that are started in the block and outlive it, such as a reward's. Python
+    itself ends multiprocessing's daemons (a Pool's workers, which it would start again), forkserver
+    and resource tracker when this process ends."""
     import psutil
 
     mine = functools.partial(psutil.Process().children, recursive=True)
@@ -94,9 +96,10 @@ def no_child_stays():
     try:
         yield
     finally:
-        for child in set(mine()).difference(before):
+        daemons = {x.pid for x in multiprocessing.active_children() if x.daemon}
+        for child in (x for x in mine() if x not in before and x.pid not in daemons):
             with contextlib.suppress(psutil.Error):
-                if "from multiprocessing.resource_tracker" not in " ".join(child.cmdline()):
+                if "from multiprocessing." not in " ".join(child.cmdline()):
                     child.kill()
 
 

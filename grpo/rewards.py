@@ -6,8 +6,10 @@ A task returns a number, a bool, None (does not apply), or a dict of them. A sam
 each name of REWARD_WEIGHTS, in that order; NaN: it does not apply, or its function has failed.
 """
 
+import copy
 import math
 import numbers
+import time
 
 from grpo.calls import TaskError, TooSlow, by_name, environment_rewards, own, task_file, timely
 from grpo.log import announced
@@ -22,8 +24,8 @@ def calls_of(recipe, group):
     several turns, a plain text becomes a completion of one turn."""
     texts = [sample.text for sample in group.samples]
     if recipe.has_turns:
-        texts = [[text] if isinstance(text, str) else text for text in texts]
-    alone = [("rewards", text) for text in texts if hasattr(recipe.task, "rewards")]
+        texts = [[text] if isinstance(text, str) else list(text) for text in texts]
+    alone = [("rewards", copy.copy(text)) for text in texts if hasattr(recipe.task, "rewards")]
     return alone + [("group_rewards", texts)] * hasattr(recipe.task, "group_rewards")
 
 
@@ -53,12 +55,15 @@ def answers_of(recipe, group, futures):
             found[number] = failed(recipe, group.item, calls[number], error)
     left = [number for number in range(len(calls)) if number not in futures]
     while left:
+        began, seconds = time.monotonic(), recipe.c.REWARD_TIMEOUT_SECONDS
         try:
-            with timely(recipe.c.REWARD_TIMEOUT_SECONDS, what):
+            with timely(seconds, what):
                 while left:
                     function, texts = calls[left[0]]
                     call = getattr(recipe.task, function)
                     found[left[0]] = call(own(recipe.c.TASK, group.item), texts)
+                    if time.monotonic() - began > seconds:  # the task has caught TooSlow
+                        raise TooSlow(what, seconds)
                     left.pop(0)
         except (Exception, SystemExit, TooSlow) as error:  # a task's sys.exit() is a mistake, too
             if isinstance(error, TaskError):  # of own()
@@ -130,7 +135,7 @@ def values_of(recipe, group, futures):
         columns.append(answers[:size])
     if hasattr(task, "group_rewards"):
         together = [FAILED] * size if answers[-1] is FAILED else answers[-1]
-        is_list = hasattr(together, "__len__") and not isinstance(together, str | dict)
+        is_list = hasattr(together, "__getitem__") and not isinstance(together, str | dict)
         if not is_list or len(together) != size:
             must = f"return a list of {size} rewards, or dicts of rewards: one for each text"
             got = f"returned {together!r:.500}"

@@ -100,8 +100,11 @@ def main(name):
             raise SystemExit(f"OUT = {out!r} exists already: delete it, or choose another folder")
     c = trainer.checks.settled(trainer.DEFAULTS, given | {"TASK": name})
     command = make_model(Recipe(c, task, []), out) if outs else ""
-    tokenizer, recipe = prepare_task(c, split="train", shown=SHOWN)
-    load_questions(recipe.others(EVAL_STEPS=1), tokenizer)
+    from grpo.ranks import no_child_stays  # it imports torch
+
+    with no_child_stays():
+        tokenizer, recipe = prepare_task(c, split="train", shown=SHOWN)
+        load_questions(recipe.others(EVAL_STEPS=1), tokenizer)
     if outs:
         print(f"\nto train it:\n    {command}")
 

@@ -28,6 +28,7 @@ TRL's (benchmarks/results/trl_rewards.md), but what functions get differs:
 import asyncio
 import inspect
 import numbers
+from concurrent.futures import ThreadPoolExecutor
 
 from tasks.data import records
 
@@ -35,6 +36,7 @@ DATA = "trl-lib/DeepMath-103K"  # on the hub; or a file, or a folder with SPLIT.
 REWARD_WEIGHTS = {"accuracy": 1.0, "format": 0.1}
 OUTCOME = "accuracy"
 LOOP = asyncio.Runner()  # one for all calls, as in TRL: a client may keep its connections
+THREAD = ThreadPoolExecutor(1)  # the loop's, as a notebook's main thread has another loop
 
 
 def functions():
@@ -69,7 +71,8 @@ def group_rewards(item, completions):
     found = {}
     for name, function in functions().items():
         result = function(**columns, **ignored)
-        result = LOOP.run(result) if inspect.iscoroutine(result) else result
+        if inspect.iscoroutine(result):
+            result = THREAD.submit(LOOP.run, result).result()
         found[name] = values_of(name, function, result, number)
     return [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
 

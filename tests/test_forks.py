@@ -117,6 +117,18 @@ def test_a_child_of_a_thread_outlives_the_thread_and_can_be_terminated():
     assert done.stdout == "[True, True] -15\n-9\n", done.stderr
 
 
+def test_a_pool_that_a_task_keeps_does_not_hang_the_end():
+    done = python("""
+        import multiprocessing
+        from grpo.ranks import no_child_stays
+        from grpo.stop import stop
+        with no_child_stays(), stop.listening():
+            pools = [multiprocessing.get_context(way).Pool(2) for way in ("fork", "forkserver")]
+            print([pool.map(abs, [-1]) for pool in pools])
+    """)
+    assert done.stdout == "[[1], [1]]\n" and done.returncode == 0, done.stderr
+
+
 def test_a_child_that_exits_does_not_wait_for_the_watchdog_of_the_time_limit():
     done = python("""
         import os, sys

@@ -59,6 +59,7 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "float32_head": "grpo.policy",  # bfloat16
     "lora": "grpo.policy grpo.reference",  # LORA_RANK
     "nvidia": "grpo.models grpo.ranks",  # a GPU of NVIDIA's
+    "no_reward": "grpo.prepare",  # a preview without any reward
     "opening": "grpo.models grpo.prepare",  # a prompt that may end with a tag, or in the answer
     "plain_decoder": "grpo.decoder",  # a model without a KV cache
     "refresh": "grpo.start",  # REFERENCE_REFRESH_STEPS

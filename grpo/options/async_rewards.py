@@ -3,6 +3,7 @@ sampled, so that a judge behind an API needs no processes."""
 
 import asyncio
 import inspect
+import time
 
 from grpo.calls import GRACE_SECONDS, TooSlow
 from grpo.log import in_background
@@ -16,9 +17,13 @@ def start_loop(task, seconds):
     in_background(loop.run_forever)
 
     async def call(name, *arguments):
+        began = time.monotonic()
         try:
             async with asyncio.timeout(seconds) as timer:
-                return await getattr(task, name)(*arguments)
+                found = await getattr(task, name)(*arguments)
+            if time.monotonic() - began > seconds:  # the timer had no chance
+                raise TooSlow(f"{name}(), or another call that blocks their event loop,", seconds)
+            return found
         except TimeoutError as error:
             raise (TooSlow(f"{name}()", seconds) if timer.expired() else error) from None
         except SystemExit as error:  # it would end the loop's thread

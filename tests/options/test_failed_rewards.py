@@ -204,7 +204,13 @@ def test_the_preview_says_that_no_completion_had_a_reward(tmp_path, tiny, capsys
     prepared(tmp_path, tiny, "\ndef rewards(item, text):\n    text == item['answer']\n")
     out = capsys.readouterr().out
     assert "no completion above had a reward: rewards() gave None" in out
-    assert "mine.py, line 6: rewards() has no `return`" in out
+    assert "mine.py, line 6: rewards() returns nothing: does it lack `return`?" in out
+    code = "\nasync def rewards(item, text):\n    def right(): return True  # return\n    right()\n"
+    prepared(tmp_path, tiny, code)
+    assert "line 6: rewards() returns nothing" in capsys.readouterr().out
+    prepared(tmp_path, tiny, "\ndef rewards(item, text):\n    if text == '?': return 1.0\n")
+    out = capsys.readouterr().out
+    assert "no completion above had a reward" in out and "returns nothing" not in out
 
 
 CHANGES = {  # functions that change the question they get
@@ -235,3 +241,23 @@ def test_a_question_that_can_not_be_copied_is_named(tmp_path, tiny):
     code = "import threading\ndef load(split): return [{'lock': threading.Lock(), 'question': '1'}]"
     with pytest.raises(SystemExit, match="mine.py: the question .*lock.* keep a connection"):
         prepared(tmp_path, tiny, f"{code}\ndef rewards(item, text): return 1.0")
+
+
+def swallows(item, text):
+    try:
+        time.sleep(0.5)
+    except BaseException:  # noqa: BLE001
+        return {"correctness": 1, "format": 0}
+
+
+async def blocks(item, text):
+    time.sleep(0.5)  # noqa: ASYNC251
+    return {"correctness": 1, "format": 0}
+
+
+@pytest.mark.parametrize("rewards", [swallows, blocks])
+def test_a_time_limit_holds_for_code_that_catches_it_or_blocks_the_loop(rewards):
+    recipe = a_recipe(task=SimpleNamespace(rewards=rewards), REWARD_TIMEOUT_SECONDS=0.2, TASK="m")
+    recipe.submit = start_loop(recipe.task, 0.2) if rewards is blocks else None
+    with pytest.raises(RuntimeError, match="took more than 0.2 s"):
+        sampled(FakeEngine(), recipe, prompts_of([MIXED]))
