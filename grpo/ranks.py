@@ -99,7 +99,9 @@ def no_child_stays():
         daemons = {x.pid for x in multiprocessing.active_children() if x.daemon}
         for child in (x for x in mine() if x not in before and x.pid not in daemons):
             with contextlib.suppress(psutil.Error):
-                if "from multiprocessing." not in " ".join(child.cmdline()):
+                words = " ".join(child.cmdline())
+                server = "multiprocessing.forkserver" in words and child.ppid() == os.getpid()
+                if not server and "multiprocessing.resource_tracker" not in words:
                     child.kill()
 
 
