@@ -23,7 +23,6 @@ GPU |= {f"grpo/options/{name}.py" for name in ("rounding", "float32_head")}  # b
 GPU |= {f"grpo/options/{name}.py" for name in ("lora", "plain_decoder")}  # that those import
 RARE = {  # files of which such a run executes fewer than 60 % of the lines: what the others are for
     "grpo/decode_attention.py",  # GPUs and capped scores
-    "grpo/rewards.py",  # rewards that compare, are awaited, or fail
     "tasks/data.py",  # data from the hub or from files
 }
 RUN = """
