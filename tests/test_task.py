@@ -155,6 +155,7 @@ def test_rewards_that_compare_see_the_group():
     (lambda item, texts: [True], "[True]"),
     (lambda item, texts: {"a": 1}, "{'a': 1}"),
     (lambda item, texts: 1.0, "1.0"),
+    (lambda item, texts: {1.0, 2.0}, "{1.0, 2.0}"),  # without an order
     (lambda item, texts: [1.0] * len(texts), "{'reward': 1.0}"),  # as rewards() does
 ])  # fmt: skip
 def test_group_rewards_that_are_not_one_for_each_are_refused(given, got):

@@ -224,6 +224,9 @@ CHANGES = {  # functions that change the question they get
     "    def __init__(self, item): self.more = item['more'].pop()\n"
     "    def reply(self, turn): pass\n"
     "    def rewards(self, turns): return 1.0",
+    "turns": "def reply(item, turns): pass\n"
+    "def rewards(item, turns): return {'reward': float(turns.pop() is not None)}\n"
+    "def group_rewards(item, texts): return [{}] * (len(texts) if all(texts) else 0)",
     "reply": "def reply(item, turns): item.pop('more')\n"
     "def rewards(item, turns): return float('more' in item)",
 }
