@@ -26,15 +26,15 @@ NUMERIC = rf"(?=.{{0,200}}\d)({REST}\d{REST})"  # looks for the digit first: RES
 ANCHOR = re.compile(rf"(?im)(?:answer\b[^.:=\d]{{0,40}}?(?:\bis\b|:|=) ?:?|^A:)\s*{NUMERIC}")
 # --- Which number it is ---
 UNITS = [  # of one dimension each
-    r"years?|yrs?|months?|weeks?|days?|d|hours?|hrs?|h|minutes?|mins?|m|seconds?|secs?|s",
+    r"decades?|years?|yrs?|months?|weeks?|days?|d|hours?|hrs?|h|minutes?|mins?|m|seconds?|secs?|s",
     r"miles?|mi|yards?|feet|foot|ft|inch(?:es)?|in|k?m|[cm]m|(?:kilo|centi|milli)?met(?:er|re)s?",
     r"tons?|stones?|pounds?|lbs?|ounces?|oz|[km]?g|(?:kilo|milli)?grams?",
-    r"gallons?|gal|quarts?|qt|pints?|pt|cups?|m?l|(?:milli)?lit(?:er|re)s?",
+    r"gallons?|gal|quarts?|qt|pints?|pt|cups?|tsp|tbsp|m?l|(?:milli)?lit(?:er|re)s?",
     r"dollars?|euros?|pounds?|rupees?|cents?|pence|paise",
 ]
 # A unit before another number of its dimension ("2 h 45 min"), or before a bare one ("5 ft 3")
 WHOLE, SPACE = r"(?![^\W\d_])", r"[^\S\n]*"
-AND = rf"(?:[^\S\n]|[-+,])*(?:(?:and|&){SPACE})?\d[\d.,/]*{SPACE}-?"
+AND = rf"(?:[^\S\n]|[-+,;])*(?:(?:and|plus|&){SPACE})?\d[\d.,/]*{SPACE}-?"
 PAIRS = [rf"(?:(?:hrs?|mins?|ft|lbs?)\.|(?:{u}){WHOLE})(?={AND}(?:{u}){WHOLE})" for u in UNITS]
 BARE = (
     rf"(?:h|hrs?|hours?|feet|foot|ft|m|lbs?|pounds?){WHOLE}(?=[ -]*\d[\d.,/]*{SPACE}(?:[^\w\s]|$))"
@@ -69,7 +69,7 @@ NUMBER = re.compile(
 FRACTIONS = {ord(c): f" {a}/{b}" for c, a, b in zip("½⅓⅔¼¾⅛⅜⅝⅞", "112131357", "233448888")}
 # "#" stands for a number. Two numbers without a word between them are a list, a range or a sum that
 # is not computed. Words in other scripts do not count as words: "5或6" is two numbers, too.
-GAP = r"#(?:[^\w#]|[^\x00-\x7f]|\b(?:and|to|or|x|maybe|perhaps|possibly|either|also)\b)*"
+GAP = r"#(?:[^\w#]|[^\x00-\x7f]|\b(?:and|plus|to|or|x|maybe|perhaps|possibly|either|also)\b)*"
 FIRST_UNSURE = re.compile(rf"(?is)\W*?(?:{GAP}#|#[^#]*\bor\b.*#|#\s*[+×÷])")
 LAST_UNSURE = re.compile(rf"(?i)(?:{GAP}|#[^#]*\bor\b[^#]*|[+×÷/]\s*)#[^#]*$|#\s*[+×÷][^#]*$")
 OPEN = re.compile(rf"\\[A-Za-z]|[\^√⁰¹²³⁴-⁹₀-₉⅐-⅞]|{WORD}ths?\b")  # to be computed

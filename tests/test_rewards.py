@@ -140,6 +140,7 @@ TWO_UNITS = [  # gold, answers with its number that are another quantity
     "1 day, 2 hours and 30 minutes", "3 dollars and 50 cents", "2 kg 500 g", "2 years, 6 months",
     r"2\text{ h }45\text{ min}", "2-hour 45-minute", "1 gallon 2 quarts", "3 liters 5 ml",
     "1d 2h", "2 m 30", "3:30", "2 weeks & 3 days",
+    "2 hours; 45 minutes", "2 hours plus 45 minutes", "1 decade 2 years", "2 tbsp 1 tsp",
 ]  # fmt: skip
 
 
