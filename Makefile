@@ -36,7 +36,8 @@ test-long: .venv/dev-ready
 # what a version of torch can change, with the oldest one that requirements.txt allows. .venv-oldest
 # takes 6 GB if pip finds only a CUDA build of it
 VERSIONED = $(addprefix tests/,$(addsuffix .py,test_forward test_loss_triton test_engine test_sampler \
-    test_decoders test_end_to_end options/test_float32_head options/test_lora))
+    test_decoders test_end_to_end options/sampling/test_float32_head \
+    options/training/test_lora))
 test-oldest: .venv-oldest/ready
 	$(PYTEST:.venv/%=.venv-oldest/%) -m "not long and not vllm" $(VERSIONED)
 
@@ -52,7 +53,7 @@ pictures: .venv/ready
 
 # the tables of docs/performance.md, with TRL in a separate venv: 20 minutes
 bench: .venv/real-ready .venv-peers/ready
-	test -d runs/smollm2_135m || .venv/bin/python -m grpo.options.smollm2 runs/smollm2_135m
+	test -d runs/smollm2_135m || .venv/bin/python -m grpo.commands.smollm2 runs/smollm2_135m
 	.venv/bin/python benchmarks/end_to_end.py runs/smollm2_135m .venv-peers/bin/python benchmarks/results/end_to_end.md
 	.venv/bin/python benchmarks/sampling.py runs/smollm2_135m benchmarks/results/sampling.md
 	.venv-peers/bin/python benchmarks/loss.py small benchmarks/results/loss.md

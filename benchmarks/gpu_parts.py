@@ -188,7 +188,7 @@ def loss():
 # --- The scripts as processes -----------------------------------------------------------
 def warm_model(steps):
     """Returns the folder of the demo's tiny model."""
-    from grpo.options.tiny_model import warm_start
+    from grpo.commands.tiny_model import warm_start
     from tasks import arithmetic
 
     if not (folder := WORK / "models/warm_start").exists():
@@ -252,7 +252,7 @@ def train(name, *presets, ranks=1, **words):
 
 def sums(name, **words):
     """Trains SmolLM2-135M on sums in words, as demo_real.py does: does it learn in this dtype?"""
-    from grpo.options import smollm2
+    from grpo.commands import smollm2
     from presets import smollm2 as preset
 
     if "MODEL" not in words:
@@ -320,7 +320,7 @@ def varlen():
     """Compares the ways to run a micro-batch: packed by varlen_attn, by SDPA, and plain."""
     from benchmarks import memory
     from grpo.forward import CompletionModel, distance
-    from grpo.options.sizes import largest_batch
+    from grpo.options.gpu.sizes import largest_batch
 
     model = CompletionModel(model_of(large()))
     print(*model.notes, f"packed: {model.packs}, by varlen_attn: {model.varlen}", sep="\n")

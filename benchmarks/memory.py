@@ -3,12 +3,12 @@
     python benchmarks/memory.py > benchmarks/results/memory.md    # every table, as Markdown
     python benchmarks/memory.py Qwen2.5-3B 512 512                # a model, prompt, completion
 
-The product itself tries its sizes (grpo/options/sizes.py); gpu_report.py's part "auto" shows how.
+The product itself tries its sizes (grpo/options/gpu/sizes.py); see gpu_report.py's part "auto".
 The figures are sums of tensors in the order in which a step makes and frees them, for layers like
 Qwen2's. A phase is {part: bytes}: its parts live together, phases take turns, and the need is that
 of the largest, with an allowance for what no tensor shows (CUDA, NCCL, fragmentation), a guess.
-tests/options/test_sizes.py compares the figures with living tensors of the trainer's code on a CPU,
-and the numbers of README.md, docs/memory.md and presets/ with the tables. GB are 10^9 bytes.
+tests/options/gpu/test_sizes.py compares the figures with living tensors of the trainer's code on a
+CPU, and the numbers of README.md, docs/memory.md and presets/ with the tables. GB are 10^9 bytes.
 
 Symbols: the trainer's, and H hidden, I inner, K key width of a layer, L layers.
 """
@@ -30,7 +30,7 @@ import grpo_ref_split as trainer
 import ref_server
 from grpo.constants import Constants, read_preset
 from grpo.engine import BUCKET
-from grpo.options.sizes import TOKENS, completion_lengths, largest_batch
+from grpo.options.gpu.sizes import TOKENS, completion_lengths, largest_batch
 from grpo.shared_prompt import ROOM
 from grpo.start import USUAL
 

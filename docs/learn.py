@@ -14,9 +14,9 @@ import re
 import torch
 
 from grpo import constants
+from grpo.commands.tiny_model import make_model, make_tokenizer, next_token_loss
 from grpo.loss import LOSS_TYPES, group_advantages, linear_logps, policy_loss, token_weights
 from grpo.models import prompt_ids
-from grpo.options.tiny_model import make_model, make_tokenizer, next_token_loss
 from grpo.sampler import sample_groups
 from tasks import arithmetic
 

@@ -1,4 +1,6 @@
-"""Does a bfloat16 run learn, if its weights are rounded in this way? (grpo/options/rounding.py)
+"""Does a bfloat16 run learn, if its weights are rounded in this way?
+
+(grpo/options/training/rounding.py)
 
     python experiments/rounding.py placed presets/smollm2.py MODEL=runs/smollm2_bf16 REF_SERVER=None
 
@@ -24,7 +26,7 @@ import torch
 
 import grpo_ref_split as trainer
 from grpo.constants import command_line
-from grpo.options import rounding
+from grpo.options.training import rounding
 
 round_masters, updates = rounding.round_masters, []
 

@@ -38,7 +38,7 @@ def model_of(name, seed):
 def warm_start(name, seed):
     """Makes a model of experiments/students.py if it is missing; takes half a minute to two."""
     from experiments.students import MODELS
-    from grpo.options import tiny_model
+    from grpo.commands import tiny_model
 
     folder, (task, shape, first) = model_of(name, seed), MODELS[name]
     if not folder.exists():

@@ -269,7 +269,7 @@ def load(path, engine, stream, reference=None):
         part = load_states(trainer / f"optimizer_{rank}.pt")
         mine = json.loads(Path(trainer, f"rank_{rank}.json").read_text())
     else:
-        from grpo.options.recut import recut
+        from grpo.options.training.recut import recut
 
         part, mine = recut(trainer, before, engine.optimizer.partition_size, stream.seed)
     # DeepSpeed expects a dict of all ranks' parts and reads this rank's

@@ -36,7 +36,7 @@ def make_decoder(model, max_new_tokens, longest_prompt):
     """Returns a decoder for one batch; a shared one only if no attention window can hide a part of
     a prompt."""
     if not can_cache(model):
-        from grpo.options.plain_decoder import PlainDecoder
+        from grpo.options.sampling.plain_decoder import PlainDecoder
 
         return PlainDecoder(model)
     window = smallest_window(model)
@@ -52,7 +52,7 @@ def make_decoder(model, max_new_tokens, longest_prompt):
 def kinds_for(model):
     """Yields the kinds of decoders to try, the fastest first."""
     if is_nvidia(model.device):
-        from grpo.options.cuda_graph import GraphedDecoder, can_record
+        from grpo.options.gpu.cuda_graph import GraphedDecoder, can_record
 
         if can_record(model):
             yield GraphedDecoder

@@ -68,7 +68,7 @@ class CompletionModel(torch.nn.Module):
     def _row(self, prompts, completions):
         kind = Row
         if self.varlen:
-            from grpo.options.varlen import VarlenRow as kind
+            from grpo.options.gpu.varlen import VarlenRow as kind
         return kind(prompts, completions, self.model.device)
 
     def _packed(self, row):

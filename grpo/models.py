@@ -52,12 +52,12 @@ def own_device():
         device = f"{kind}:{os.environ.get('LOCAL_RANK', '0')}"
         torch.accelerator.set_device_index(device)
         if kind == "cuda":
-            from grpo.options.nvidia import check_build
+            from grpo.options.gpu.nvidia import check_build
 
             check_build(torch.device(device))
         return device
     if torch.version.cuda:
-        from grpo.options.nvidia import check_driver, is_there
+        from grpo.options.gpu.nvidia import check_driver, is_there
 
         if is_there():
             check_driver()
@@ -156,7 +156,7 @@ def load_model(name, dtype, vocab_size):
     if getattr(model, "_hf_peft_config_loaded", False):
         raise SystemExit(
             f"the model {name!r} is a LoRA adapter: merge it first"
-            f" (python -m grpo.options.merge {name} OUT)"
+            f" (python -m grpo.commands.merge {name} OUT)"
         )
     rows = model.get_input_embeddings().weight.shape[0]
     if rows < vocab_size:
@@ -219,7 +219,7 @@ def prompt_ids(tokenizer, messages, /, **options):
     """Returns the ids of a chat up to the start of the answer, or within it, if the last message is
     the assistant's. `options` are those of the chat template (CHAT_TEMPLATE)."""
     if messages[-1]["role"] == "assistant" and "continue_final_message" not in options:
-        from grpo.options.opening import ids_within
+        from grpo.options.rewards.opening import ids_within
 
         return ids_within(prompt_ids, tokenizer, messages, options)
     if not tokenizer.chat_template:  # GPT-2 and other plain models

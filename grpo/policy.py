@@ -109,7 +109,7 @@ def make_sampler(c, policy):
     """Collective: returns this rank's sampler (SAMPLER): the policy itself, or vLLM."""
     if c.SAMPLER == "torch":
         return policy
-    from grpo.options.vllm_policy import VLLMPolicy
+    from grpo.options.sampling.vllm_policy import VLLMPolicy
 
     with announced("vLLM to start"):
         return VLLMPolicy(c, policy.tokenizer, policy.model)
@@ -120,12 +120,12 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_string
     vocab_size, contexts = vocab_size_of(tokenizer), []
     model, dtype = load_model(name, dtype, vocab_size)
     if dtype != "float32":
-        from grpo.options.float32_head import ConvertedHead, give_float32_head
+        from grpo.options.sampling.float32_head import ConvertedHead, give_float32_head
 
         give_float32_head(model)
         contexts.append(functools.partial(ConvertedHead, model))
     if lora_rank:
-        from grpo.options.lora import MergedAdapters, add_adapters
+        from grpo.options.training.lora import MergedAdapters, add_adapters
 
         add_adapters(model, lora_rank)
         contexts.append(functools.partial(MergedAdapters, model))
@@ -133,7 +133,7 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_string
     model.generation_config.eos_token_id = sorted(eos_ids)  # a checkpoint ends where the run did
     stops = None
     if stop_strings:
-        from grpo.options.stop_strings import StopStrings
+        from grpo.options.sampling.stop_strings import StopStrings
 
         stops = StopStrings(tokenizer, stop_strings)
     more = dtype, stops, bool(lora_rank), contexts

@@ -22,7 +22,7 @@ def prepare(c, needs_server=False):
     from grpo.models import check_context
 
     if c.SAMPLER == "vllm":
-        from grpo.options.vllm_policy import check_compiler
+        from grpo.options.sampling.vllm_policy import check_compiler
 
         check_compiler()
     server = None
@@ -45,17 +45,17 @@ def prepare_task(c, *, split, shown, server=None):
         server.check(c.MODEL, tokenizer, c.TEMPERATURE)
     recipe = Recipe(c, task, load_split(c, task, split, tokenizer))
     if any(inspect.iscoroutinefunction(getattr(task, name, None)) for name in REWARDS):
-        from grpo.options.async_rewards import start_loop
+        from grpo.options.rewards.async_rewards import start_loop
 
         recipe.submit = start_loop(task, c.REWARD_TIMEOUT_SECONDS)
     if c.MAX_FAILED_REWARDS:
-        from grpo.options.failures import Failures
+        from grpo.options.rewards.failures import Failures
 
         recipe.failures = Failures(c.MAX_FAILED_REWARDS)
     ends = {tuple(ids[-4:]) for _, _, ids in recipe.prompts}  # few: those of the chat template
     tags = any(tokenizer.decode(end).rstrip().endswith((">", "]")) for end in ends)
     if tags or any(hasattr(ids, "opening") for _, _, ids in recipe.prompts):
-        from grpo.options.opening import opening_of
+        from grpo.options.rewards.opening import opening_of
 
         recipe.opening = functools.partial(opening_of, tokenizer)
     recipe.resolve()
@@ -87,7 +87,7 @@ def preview(recipe, tokenizer, number):
         rewards = show_rewards(recipe, item, "an empty completion", opening)
         found = [*rewards.values(), *check_gold(recipe, item, tokenizer, opening).values()]
         if all(map(math.isnan, found)):
-            from grpo.options.no_reward import explain
+            from grpo.options.rewards.no_reward import explain
 
             explain(recipe)
 
@@ -113,7 +113,7 @@ def check_gold(recipe, item, tokenizer, opening):
     turns. The model's turns begin with `opening`, unless a stop string ended the one before."""
     c, gold = recipe.c, getattr(recipe.task, "gold", None)
     if recipe.has_turns:
-        from grpo.options import turns  # here, as it imports torch
+        from grpo.options.turns import turns  # here, as it imports torch
 
         turns.play(recipe, item, [opening])
     if not gold and item.get("answer") is None:

@@ -60,7 +60,7 @@ def join_ranks(wait_limit_seconds):
     import deepspeed  # takes seconds, and tests of the trainer's functions do not need it
 
     if own_device().startswith("cuda"):
-        from grpo.options.nvidia import forget_pynvml
+        from grpo.options.gpu.nvidia import forget_pynvml
 
         forget_pynvml(os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
     # DeepSpeed would compile an all-reduce for CPU inference, which training never calls. It takes

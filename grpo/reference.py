@@ -66,11 +66,11 @@ class LocalReference:
         self.budget = c.MICRO_BATCH_TOKENS  # of a batch; "auto" until start_run knows what fits
         self.adapters, what, model = None, "a copy of MODEL", policy.model
         if c.REFERENCE:
-            from grpo.options.teacher import load_teacher
+            from grpo.options.training.teacher import load_teacher
 
             what, model, self.info["model"] = load_teacher(c, policy)
         elif c.LORA_RANK:
-            from grpo.options.lora import ReferenceAdapters
+            from grpo.options.training.lora import ReferenceAdapters
 
             what = "the policy's model without its adapters"
             self.adapters = ReferenceAdapters(model)

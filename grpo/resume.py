@@ -168,7 +168,7 @@ def check_resumable(path, state, now):
             rules.append((name, now[name], now[name] or "above 0"))
     for name, value, must in rules:
         if not is_same(name, value, must):
-            merge = f" (after: python -m grpo.options.merge {path} OUT)"
+            merge = f" (after: python -m grpo.commands.merge {path} OUT)"
             merged = merge * bool(before["LORA_RANK"])
             model = "OUT" if merged else f"'{path}'"
             raise SystemExit(

@@ -117,7 +117,7 @@ def group_of(recipe, item, texts):
     """Returns a Group of texts that nobody has sampled."""
     samples = [Sample([], [], text=text) for text in texts]
     if environment_rewards(recipe.task):
-        from grpo.options.turns import play
+        from grpo.options.turns.turns import play
 
         for sample, text in zip(samples, texts, strict=True):
             written = [text] if isinstance(text, str) else text[::2]

@@ -46,7 +46,7 @@ def sampled(policy, recipe, prompts, *, seed):
     """
     stream = policy.stream
     if recipe.has_turns:
-        from grpo.options.turns import stream_turns
+        from grpo.options.turns.turns import stream_turns
 
         stream = functools.partial(stream_turns, policy, recipe)
     groups = stream(

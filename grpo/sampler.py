@@ -103,7 +103,7 @@ def joining(running, decoder, new, group_size):
     """Returns the new prompts that do not continue a sequence in its place, as later turns do."""
     if group_size > 1 or not new or new[0].limit is None:
         return new
-    from grpo.options.continued import continue_rows
+    from grpo.options.turns.continued import continue_rows
 
     return continue_rows(running, decoder, new)
 

@@ -44,7 +44,7 @@ def fit_sizes(c, policy, sampler, batch_loss, turns):
     found = {name: getattr(c, name) for name in USUAL} | getattr(sampler, "sizes", {})
     auto = [name for name in USUAL if found[name] == "auto"]
     if auto and accelerator():
-        from grpo.options.sizes import try_sizes
+        from grpo.options.gpu.sizes import try_sizes
 
         found |= try_sizes(c, policy, auto, batch_loss, turns)
     elif auto:
@@ -109,7 +109,7 @@ def make_reference(c, policy, server):
 
         reference = RemoteReference(server, c.MODEL, policy)
     elif c.REFERENCE_REFRESH_STEPS:
-        from grpo.options.refresh import RefreshedReference
+        from grpo.options.training.refresh import RefreshedReference
 
         reference = RefreshedReference(c, policy)
     else:
@@ -147,13 +147,13 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     workers = NoWorkers()
     with all_or_none():  # collective
         if c.PUBLISH_STEPS and rank == 0:
-            from grpo.options.workers import Workers
+            from grpo.options.workers.rank_0 import Workers
 
             workers = Workers(c, recipe, policy, progress.name)
             workers.publish(progress.step)
     reporters = []
     if c.REPORT_TO and rank == 0:
-        from grpo.options.reporters import Reporter
+        from grpo.options.training.reporters import Reporter
 
         reporters = [Reporter(to, record, progress) for to in c.REPORT_TO]
     folder = RunFolder(c.RUN_DIR, reporters)

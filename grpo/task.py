@@ -60,7 +60,7 @@ def load_task(name):
             must = "be a plain function; only rewards may be async"
             raise TaskError(name, f"{function}()", "can't be async", must)
     if hasattr(task, "TOOLS") or hasattr(getattr(task, "Environment", None), "TOOLS"):
-        from grpo.options.tools import give_tools
+        from grpo.options.turns.tools import give_tools
 
         give_tools(name, task)
     return task

@@ -4,7 +4,7 @@
 
 Computed, not run: of the GPU's 15.6 GB the trainer needs 5.7 GB at least, and about twice that on a
 T4, which has no bfloat16. The reference is the model without its adapter. A checkpoint is an
-adapter (python -m grpo.options.merge).
+adapter (python -m grpo.commands.merge).
 """
 
 MODEL = "Qwen/Qwen2.5-1.5B"

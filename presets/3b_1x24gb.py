@@ -4,7 +4,7 @@
 
 Computed, not run: of the GPU's 25.2 GB the trainer needs 9.0 GB at least. Full training does not
 fit, not even with OFFLOAD_OPTIMIZER. The reference is the model without its adapter. A checkpoint
-is an adapter (python -m grpo.options.merge).
+is an adapter (python -m grpo.commands.merge).
 """
 
 MODEL = "Qwen/Qwen2.5-3B"

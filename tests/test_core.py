@@ -15,12 +15,10 @@ LINES = 6_100  # of our files that a plain run loads; to become 5 500
 SERVER = {
     f"grpo/{name}.py" for name in ("client", "remote", "waits", "wire")
 }  # only with REF_SERVER
-GPU = {
-    f"grpo/options/{name}.py"
-    for name in ("sizes", "sample_sizes", "cuda_graph", "nvidia", "varlen")
-}
-GPU |= {f"grpo/options/{name}.py" for name in ("rounding", "float32_head")}  # bfloat16
-GPU |= {f"grpo/options/{name}.py" for name in ("lora", "plain_decoder")}  # that those import
+GPU = {f"gpu/{name}" for name in ("sizes", "sample_sizes", "cuda_graph", "nvidia", "varlen")}
+GPU |= {"training/rounding", "sampling/float32_head"}  # bfloat16
+GPU |= {"training/lora", "sampling/plain_decoder"}  # that those import
+GPU = {f"grpo/options/{name}.py" for name in GPU}
 RARE = {  # files of which such a run executes fewer than 60 % of the lines: what the others are for
     "grpo/decode_attention.py",  # GPUs and capped scores
     "tasks/data.py",  # data from the hub or from files
@@ -85,12 +83,16 @@ def test_a_plain_run_loads_the_core_alone(tiny, tmp_path):
     core = {path: lines_of(path) for path in shares if not path.startswith("tests")}
     core = {path: number for path, number in core.items() if number}
     if torch.version.cuda:  # such a build looks for a driver that is too old
-        core.pop("grpo/options/nvidia.py")
+        core.pop("grpo/options/gpu/nvidia.py")
     for path, number in sorted(core.items(), key=lambda pair: -pair[1]):
         print(f"{number:4} {shares[path]:4.0%} {path}")
     total, server, gpu = (sum(map(lines_of, files)) for files in (core, SERVER, GPU))
     print(total, "lines;", total + server, "with REF_SERVER;", gpu, "more on a GPU")
-    assert not [path for path in core if path in SERVER or path.startswith("grpo/options/")]
+    assert not [
+        path
+        for path in core
+        if path in SERVER or path.startswith(("grpo/options/", "grpo/commands/"))
+    ]
     assert 4_000 < total <= LINES
     for page in ("README.md", "README.zh.md", "CONTRIBUTING.md"):
         assert f"{LINES:_}".replace("_", " ") in (ROOT / page).read_text(), page

@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from grpo import shared_prompt
 from grpo.cached import CachedDecoder
 from grpo.decoder import is_right, make_decoder
-from grpo.options.plain_decoder import PlainDecoder
+from grpo.options.sampling.plain_decoder import PlainDecoder
 from grpo.shared_prompt import SharedDecoder
 
 # --- Decoders ----------------------------------------------------------------------

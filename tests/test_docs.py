@@ -123,7 +123,7 @@ def test_every_constant_is_explained():
 IN_TASKS = "tests/test_tasks.py", "module.main(made[2])"
 RUN = {  # the file that runs a command, or the same with other constants; the words that do it
     "make demo": ("tests/test_demo.py", '"demo.py", "1"'),
-    "make demo-real": ("tests/options/test_smollm2.py", '"demo_real.py", *words'),
+    "make demo-real": ("tests/commands/test_smollm2.py", '"demo_real.py", *words'),
     "make demo-tools": ("tests/test_demo.py", "sys.executable, *trained"),
     "make test": (".ci/run", "\nmake test\n"),
     "make test-oldest": (".ci/run", "\nmake test-oldest\n"),

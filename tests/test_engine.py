@@ -8,7 +8,7 @@ import torch
 from deepspeed.accelerator import cuda_accelerator
 
 from grpo import engine, ranks
-from grpo.options.nvidia import forget_pynvml
+from grpo.options.gpu.nvidia import forget_pynvml
 
 
 @pytest.mark.parametrize("environment, threads", [

@@ -13,7 +13,7 @@ import evaluate
 import grpo_ref_split as trainer
 from evaluate import OF_TASK, run_of
 from grpo.checkpoint import CONSTANTS
-from grpo.options.merge import merge
+from grpo.commands.merge import merge
 from tasks import arithmetic
 
 RUN = {"TASK": "even", "MAX_PROMPT_TOKENS": 128, "MAX_COMPLETION_TOKENS": 6, "EVAL_QUESTIONS": 12}

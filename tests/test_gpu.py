@@ -9,11 +9,11 @@ from fakes import tiny_policy
 from transformers import AutoModelForCausalLM
 
 import ref_server
+from grpo.commands import tiny_model as warm_start
 from grpo.devices import is_nvidia
 from grpo.models import choose_dtype, load_model, own_device
-from grpo.options import cuda_graph, nvidia
-from grpo.options import tiny_model as warm_start
-from grpo.options.float32_head import float32_logits
+from grpo.options.gpu import cuda_graph, nvidia
+from grpo.options.sampling.float32_head import float32_logits
 from grpo_loss_triton import linear_logps, slabs
 from tasks import arithmetic
 

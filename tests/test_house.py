@@ -14,7 +14,7 @@ FILES = [*ROOT.glob("*.py"), *ROOT.glob("grpo/**/*.py"), *ROOT.glob("tasks/*.py"
 
 
 def name_of(path):
-    """Example: grpo/options/worker.py -> grpo.options.worker; grpo/__init__.py -> grpo"""
+    """Example: grpo/options/turns/tools.py -> grpo.options.turns.tools; grpo/__init__.py -> grpo"""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -39,44 +39,50 @@ IMPORTS = {name: imports_of(path) for name, path in MODULES.items()}
 
 
 def package(module):
-    """Returns where a module lives: the core, an option, a task, or the root."""
+    """Returns where a module lives: the core, an option, a command, a task, or the root."""
     if module == "tasks.__main__":
         return "root"
-    homes = {"grpo.options.": "option", "grpo.": "core", "tasks.": "task"}
+    homes = {
+        "grpo.options.": "option",
+        "grpo.commands.": "command",
+        "grpo.": "core",
+        "tasks.": "task",
+    }
     return next((home for begin, home in homes.items() if module.startswith(begin)), "root")
 
 
 MAY = {  # what a module may import of ours
-    "root": {"root", "core", "option", "task"},
+    "root": {"root", "core", "option", "command", "task"},
     "core": {"core"},
     "option": {"core", "option"},
+    "command": {"core", "option", "command"},
     "task": {"task"},
 }
 CHOOSE = {  # who of the core names an option, within the function that switches it on
-    "async_rewards": "grpo.prepare",  # async def rewards
-    "cuda_graph": "grpo.decoder",  # NVIDIA's GPU
-    "failures": "grpo.prepare",  # MAX_FAILED_REWARDS
-    "float32_head": "grpo.policy",  # bfloat16
-    "lora": "grpo.policy grpo.reference",  # LORA_RANK
-    "nvidia": "grpo.models grpo.ranks",  # a GPU of NVIDIA's
-    "no_reward": "grpo.prepare",  # a preview without any reward
-    "opening": "grpo.models grpo.prepare",  # a prompt that may end with a tag, or in the answer
-    "plain_decoder": "grpo.decoder",  # a model without a KV cache
-    "refresh": "grpo.start",  # REFERENCE_REFRESH_STEPS
-    "recut": "grpo.checkpoint",  # a checkpoint of another number of ranks
-    "reporters": "grpo.start",  # REPORT_TO
-    "continued": "grpo.sampler",  # a task with reply()
-    "rounding": "grpo.engine",  # bfloat16
-    "sizes": "grpo.start",  # a GPU, and "auto"
-    "stop_strings": "grpo.policy",  # STOP_STRINGS
-    "teacher": "grpo.reference",  # REFERENCE
-    "tools": "grpo.task",  # a task with TOOLS
-    "turns": "grpo.rollout grpo.prepare grpo.rewards",  # a task with reply(), and its preview
-    "varlen": "grpo.forward",  # NVIDIA's GPU, in bfloat16
-    "vllm_policy": "grpo.policy grpo.prepare",  # SAMPLER, and what it needs
-    "worker": "grpo_ref_split",  # the role
-    "workers": "grpo.start",  # PUBLISH_STEPS
-    "gate": "ref_server",
+    "gpu.cuda_graph": "grpo.decoder",  # NVIDIA's GPU
+    "gpu.nvidia": "grpo.models grpo.ranks",  # a GPU of NVIDIA's
+    "gpu.sizes": "grpo.start",  # a GPU, and "auto"
+    "gpu.varlen": "grpo.forward",  # NVIDIA's GPU, in bfloat16
+    "rewards.async_rewards": "grpo.prepare",  # async def rewards
+    "rewards.failures": "grpo.prepare",  # MAX_FAILED_REWARDS
+    "rewards.no_reward": "grpo.prepare",  # a preview without any reward
+    "rewards.opening": "grpo.models grpo.prepare",  # a prompt may begin the answer
+    "sampling.float32_head": "grpo.policy",  # bfloat16
+    "sampling.plain_decoder": "grpo.decoder",  # a model without a KV cache
+    "sampling.stop_strings": "grpo.policy",  # STOP_STRINGS
+    "sampling.vllm_policy": "grpo.policy grpo.prepare",  # SAMPLER, and what it needs
+    "training.lora": "grpo.policy grpo.reference",  # LORA_RANK
+    "training.recut": "grpo.checkpoint",  # a checkpoint of another number of ranks
+    "training.refresh": "grpo.start",  # REFERENCE_REFRESH_STEPS
+    "training.reporters": "grpo.start",  # REPORT_TO
+    "training.rounding": "grpo.engine",  # bfloat16
+    "training.teacher": "grpo.reference",  # REFERENCE
+    "turns.continued": "grpo.sampler",  # a task with reply()
+    "turns.tools": "grpo.task",  # a task with TOOLS
+    "turns.turns": "grpo.rollout grpo.prepare grpo.rewards",  # a task with reply(), and its preview
+    "workers.gate": "ref_server",
+    "workers.rank_0": "grpo.start",  # PUBLISH_STEPS
+    "workers.worker": "grpo_ref_split",  # the role
 }
 
 
@@ -119,7 +125,7 @@ ABSENT |= {"psutil", "waitress"}
 
 
 @pytest.mark.parametrize("process, absent", [
-    ("grpo.options.worker", RANKS | ABSENT), ("ref_server", RANKS)
+    ("grpo.options.workers.worker", RANKS | ABSENT), ("ref_server", RANKS)
 ])  # fmt: skip
 def test_a_worker_and_the_server_need_what_is_installed_for_them(process, absent):
     """The files that a rank alone imports may use more, but not when they are imported."""

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 import ref_server
 from grpo import models
+from grpo.commands.merge import merge
 from grpo.models import check_context, load_model, prompt_ids
-from grpo.options.merge import merge
 from grpo.policy import load_policy
 from grpo.sample import Sample
 
@@ -125,7 +125,7 @@ def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny, tokenizer):
 
 def test_an_adapter_as_model_is_refused_with_the_command_that_merges_it(tiny, tmp_path):
     tiny_policy(tiny, lora_rank=2).save(adapter := tmp_path / "adapter")
-    with pytest.raises(SystemExit, match=f"python -m grpo.options.merge {adapter} OUT"):
+    with pytest.raises(SystemExit, match=f"python -m grpo.commands.merge {adapter} OUT"):
         tiny_policy(adapter)
 
 

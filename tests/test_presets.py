@@ -14,7 +14,7 @@ import grpo_ref_split as trainer
 import ref_server
 from grpo.checks import settled
 from grpo.constants import command_line
-from grpo.options.sample_sizes import SPARE
+from grpo.options.gpu.sample_sizes import SPARE
 from grpo.remote import ReferenceClient
 from grpo.start import USUAL
 

@@ -14,8 +14,8 @@ from helpers import Replies, reply
 
 from grpo import reference as module
 from grpo import remote as remote_module
-from grpo.options.policy_proof import logps_of
-from grpo.options.refresh import RefreshedReference
+from grpo.options.training.refresh import RefreshedReference
+from grpo.options.workers.policy_proof import logps_of
 from grpo.proof import check_reference
 from grpo.reference import (
     LocalReference,

@@ -16,7 +16,7 @@ import grpo_ref_split as trainer
 from grpo import log, report
 from grpo.constants import Constants
 from grpo.metrics import peak_gb
-from grpo.options.reporters import Reporter, check_reporters
+from grpo.options.training.reporters import Reporter, check_reporters
 from grpo.report import RunFolder, as_json, show
 from grpo.resume import Progress
 

@@ -28,7 +28,7 @@ from fakes import (
 import grpo_ref_split as trainer
 from grpo import metrics as metrics_module
 from grpo import report
-from grpo.options.workers import Workers
+from grpo.options.workers.rank_0 import Workers
 from grpo.ranks import RunFailed
 from grpo.resume import Progress
 from grpo.sample import Group, Sample

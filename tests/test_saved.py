@@ -13,9 +13,9 @@ from fakes import tiny_policy
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from grpo.checkpoint import try_save, write_shared
+from grpo.commands.merge import load_base_tokenizer, merge
+from grpo.commands.tiny_model import warm_start
 from grpo.models import load_tokenizer
-from grpo.options.merge import load_base_tokenizer, merge
-from grpo.options.tiny_model import warm_start
 from tasks import arithmetic
 
 # Files that transformers loads and refuses to save, refuses to load, or can't even parse

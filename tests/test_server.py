@@ -19,8 +19,8 @@ from helpers import LIMITS, VOCAB, call, make_group, refused
 
 import ref_server
 from grpo.log import in_background
-from grpo.options.gate import listen
-from grpo.options.policy_proof import logps_of
+from grpo.options.workers.gate import listen
+from grpo.options.workers.policy_proof import logps_of
 from grpo.remote import ReferenceClient
 from grpo.wire import facts_of, pack_ids, unpack_ids, unpack_logps, weights_of
 from ref_server import Reference, Request, answer_all, make_app, take

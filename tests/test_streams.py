@@ -20,7 +20,7 @@ from families import (
 
 from grpo import shared_prompt as decode
 from grpo.cached import CachedDecoder
-from grpo.options.plain_decoder import PlainDecoder
+from grpo.options.sampling.plain_decoder import PlainDecoder
 from grpo.sample import Prompt
 from grpo.sampler import groups_to_admit, stream_groups
 from grpo.shared_prompt import SharedDecoder

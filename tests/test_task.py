@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 import grpo_ref_split as trainer
 from grpo import policy
 from grpo.calls import TaskError
-from grpo.options.shared_settings import settings_of
+from grpo.options.workers.shared_settings import settings_of
 from grpo.prepare import preview
 from grpo.rewards import reward_texts
 from grpo.task import ids_of, load_items, load_split, load_task

@@ -23,7 +23,7 @@ import grpo_ref_split as trainer
 from grpo.checks import settled
 from grpo.constants import command_line
 from grpo.models import load_model
-from grpo.options.async_rewards import start_loop
+from grpo.options.rewards.async_rewards import start_loop
 from grpo.prepare import prepare
 from grpo.rewards import reward_texts
 from grpo.task import load_items, load_task

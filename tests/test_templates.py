@@ -13,8 +13,8 @@ from grpo import prepare
 from grpo.calls import TaskError
 from grpo.metrics import evaluate
 from grpo.models import prompt_ids
-from grpo.options.opening import opening_of, without_opening
-from grpo.options.turns import bridge
+from grpo.options.rewards.opening import opening_of, without_opening
+from grpo.options.turns.turns import bridge
 from grpo.prepare import preview
 from grpo.task import load_split
 from tasks import gsm8k

@@ -3,7 +3,7 @@
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from grpo.options.tiny_model import make_tokenizer
+from grpo.commands.tiny_model import make_tokenizer
 from tasks import arithmetic
 
 

@@ -8,7 +8,7 @@ import torch
 from fakes import MIXED, FakeEngine, a_recipe, prompts_of
 from helpers import call
 
-from grpo.options.workers import Workers
+from grpo.options.workers.rank_0 import Workers
 from grpo.sample import Group, Sample
 from grpo.wire import pack_group
 

@@ -9,8 +9,8 @@ from families import DYNAMIC, TOLERANCE, steps, tiny_model
 
 from grpo import shared_prompt as decode
 from grpo.decoder import is_right
-from grpo.options import cuda_graph
-from grpo.options.cuda_graph import GraphedDecoder
+from grpo.options.gpu import cuda_graph
+from grpo.options.gpu.cuda_graph import GraphedDecoder
 from grpo.shared_prompt import SharedDecoder
 
 

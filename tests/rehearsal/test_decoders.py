@@ -11,8 +11,8 @@ from families import DYNAMIC, PROMPTS, TOLERANCE, assert_plain_logps, tiny_model
 from grpo import sampler, shared_prompt
 from grpo.cached import CachedDecoder
 from grpo.decoder import make_decoder
-from grpo.options.cuda_graph import GraphedDecoder, can_record
-from grpo.options.plain_decoder import PlainDecoder
+from grpo.options.gpu.cuda_graph import GraphedDecoder, can_record
+from grpo.options.sampling.plain_decoder import PlainDecoder
 from grpo.shared_prompt import SharedDecoder
 from rehearsal.events import counted
 

@@ -4,7 +4,7 @@ computes what a CPU does, and with their bounds that it counts waits."""
 import pytest
 import torch
 
-from grpo.options.cuda_graph import record
+from grpo.options.gpu.cuda_graph import record
 
 # --- What CUDA refuses --------------------------------------------------------------------
 MISUSES = {

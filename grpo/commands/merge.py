@@ -1,0 +1,93 @@
+"""Merges a LoRA adapter, such as a checkpoint of a run with LORA_RANK, into its base model.
+
+    python -m grpo.commands.merge ADAPTER OUT
+
+OUT becomes a model in Hugging Face format, in the base model's dtype, with the adapter's tokenizer.
+MODEL may name OUT.
+"""
+
+import json
+import shutil
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+from grpo.checkpoint import CONSTANTS
+from grpo.constants import fault_of
+from grpo.log import say
+from grpo.models import as_umask, load_tokenizer, settings_in, stop_ids, token_ids, whole_model
+
+CONFIG = "adapter_config.json"
+
+
+def base_of(model):
+    """Returns the name of an adapter's base model, or `model` itself if it is no adapter."""
+    config = Path(model, CONFIG)
+    return json.loads(config.read_text())["base_model_name_or_path"] if config.is_file() else model
+
+
+def load_base_tokenizer(model):
+    """Returns the tokenizer of base_of(model). Raises SystemExit, with the file that names the
+    base, if there is no such model, or if a file of the adapter can't be read."""
+    if fault := fault_of(model):
+        raise SystemExit(f"the model {model!r} can't be loaded: {fault}")
+    config = Path(model, CONFIG)
+    named = f"base_model_name_or_path in {config} (a relative path begins in the current folder)"
+    return load_tokenizer(base_of(model), named if config.is_file() else "MODEL")
+
+
+def merge_into(model, folder):
+    """Adds the adapter in `folder`, if there is one, to its base `model`, in place. PEFT loads
+    adapters in float32 and rounds the sum once. Raises SystemExit if the two do not match."""
+    if not Path(folder, CONFIG).is_file():
+        return
+    from peft import PeftModel
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            place = {"torch_device": str(model.device)}
+            adapted = PeftModel.from_pretrained(model, folder, **place)
+            # Only a second call returns what it left out
+            if other := adapted.load_adapter(folder, "default", **place).unexpected_keys:
+                raise ValueError(f"the base has no place for {other[0]}")
+    except (ValueError, RuntimeError, UserWarning) as error:
+        raise SystemExit(
+            f"the adapter {folder} does not fit the base model named in its {CONFIG}: {error}"
+        ) from error
+    adapted.merge_and_unload()
+
+
+def merge(adapter, out):
+    """Writes the merged model and its tokenizer to the folder `out`. Raises SystemExit if `out` has
+    files, or if `adapter` is no adapter."""
+    if Path(out).exists() and not (Path(out).is_dir() and not any(Path(out).iterdir())):
+        raise SystemExit(f"OUT = {out!r} exists and is not an empty folder: choose another")
+    if not Path(adapter, CONFIG).is_file():
+        raise SystemExit(f"{adapter} has no {CONFIG}: name the folder of a LoRA adapter")
+    base, has_tokenizer = base_of(adapter), Path(adapter, "tokenizer_config.json").exists()
+    tokenizer = load_base_tokenizer(adapter)
+    tokenizer = load_tokenizer(adapter) if has_tokenizer else tokenizer
+    ends = token_ids(settings_in(adapter).get("eos_token_id")) or stop_ids(base, tokenizer, ())
+    model = whole_model(base, dtype="auto")
+    model.generation_config.eos_token_id = sorted(ends)
+    merge_into(model, adapter)
+    final = Path(out).resolve()
+    final.parent.mkdir(parents=True, exist_ok=True)
+    # A half of a model must not look like one
+    with tempfile.TemporaryDirectory(dir=final.parent, prefix=f".{final.name}_") as work:
+        draft = Path(work, "model")
+        model.save_pretrained(draft)
+        as_umask(draft)
+        tokenizer.save_pretrained(draft)
+        if (constants := Path(adapter, CONSTANTS)).exists():
+            shutil.copy(constants, draft)
+        draft.replace(final)
+    say(f"merged {adapter} and {base} into {out}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    merge(*sys.argv[1:])

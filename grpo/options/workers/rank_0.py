@@ -1,0 +1,174 @@
+"""Rank 0's part in work with workers: it serves its newest policy, and receives their groups.
+
+    GET  /policy?worker=NAME   {"policy": its record or null, "room": groups that NAME may begin}
+    GET  /policy/SHA256        the file of that policy, if there is no newer one
+    POST /group                a group (wire.pack_group); {"refused": "" or the reason}
+
+A policy is a safetensors file of the trained weights. Its record holds the run, the version
+(updates made), the file's size and hash, the settings that a worker must share, and a proof: the
+trainer's log-probs of one of its completions. A worker computes these log-probs with the weights
+that it has loaded, and refuses to sample if they differ by more than rounding.
+"""
+
+import shutil
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import safetensors.torch
+
+from grpo.log import announced, in_background, say
+from grpo.options.workers.gate import Busy, Gate, listen, token_for
+from grpo.options.workers.policy_proof import proof_of, sample_proof
+from grpo.options.workers.shared_settings import settings_of
+from grpo.options.workers.weights import trained_weights
+from grpo.rewards import total_of
+from grpo.waits import Wait
+from grpo.wire import sha256_of, unpack_group
+
+MAX_GROUP_BYTES = 16 << 20  # of one group: 64 completions of 8192 tokens are 6 MB
+THREADS = 16  # requests served at once; none of them waits
+ACTIVE_SECONDS = 30  # a worker that has been silent for longer gets no share of the room
+
+
+class Workers:
+    """Serves workers until close(). Threads of the HTTP server call the routes."""
+
+    def __init__(self, c, recipe, policy, run):
+        """`c` has the trainer's constants as attributes, `run` is the run's name."""
+        self.c, self.recipe, self.policy, self.run = c, recipe, policy, run
+        self.prompts = {prompt[0]: prompt for prompt in recipe.prompts}
+        self.lock = threading.Lock()
+        self.record = None  # of the newest policy
+        self.groups = deque()  # the groups that wait to be trained, oldest first
+        self.ids = deque(maxlen=10_000)  # a group arrives twice if the first answer was lost
+        self.heard = {}  # {worker: when it last asked for a policy}
+        self.dropped = 0  # groups that were too old, or of steps that were undone
+        self.proof = None  # (prompt, completion), sampled once because sampling is slow
+        self.thread = self.error = None
+        self.folder = Path(c.RUN_DIR, ".policy")  # after kill -9 the next start removes its file
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        address = urlsplit(c.TRAINER)
+        token = token_for(address.hostname, "TRAINER")
+        self.app = Gate(token=token)
+        self.app.get("/policy", callback=self.answer_policy)
+        self.app.get("/policy/<sha256>", callback=self.answer_file)
+        self.app.post("/group", callback=self.answer_group)
+        self.server = listen(self.app, address.hostname, address.port, THREADS, MAX_GROUP_BYTES)
+        in_background(self.server.run)
+        say(f"workers can join at {c.TRAINER}: python grpo_ref_split.py worker TRAINER=...")
+
+    # --- Routes -----------------------------------------------------------------------
+    def answer_policy(self):
+        worker = self.app.query("worker")
+        with self.lock:
+            now = time.monotonic()
+            self.heard = {w: at for w, at in self.heard.items() if now - at < ACTIVE_SECONDS}
+            self.heard[worker] = now
+            free = max(0, self.c.PROMPTS_PER_STEP - len(self.groups))
+            return {"policy": self.record, "room": -(-free // len(self.heard))}
+
+    def answer_file(self, sha256):
+        with self.lock:
+            if self.record is None or sha256 != self.record["sha256"]:
+                self.app.refuse(404, "there is a newer policy")
+            return self.app.file(self.folder / sha256)  # opened here, before it is deleted
+
+    def answer_group(self):
+        group, record = unpack_group(self.app.read_body()), self.record
+        if record is None:
+            raise Busy("no policy is published yet")
+        if group.run != self.run or group.version > record["version"]:
+            return {"refused": "its policy is of another run, or of steps that were undone"}
+        self.check(group)
+        group.item = self.prompts[group.index][1]
+        for sample in group.samples:
+            sample.total = total_of(self.recipe, sample)
+        with self.lock:
+            if group.id not in self.ids:
+                if len(self.groups) >= self.c.PROMPTS_PER_STEP:
+                    raise Busy(f"{len(self.groups)} groups wait for the next step")
+                self.groups.append(group)
+                self.ids.append(group.id)
+        return {"refused": ""}
+
+    def check(self, group):
+        """Raises ValueError if this is not a group that the trainer could have sampled."""
+        recipe, (*_, prompt) = self.recipe, self.prompts.get(group.index, [None])
+        names = list(group.samples[0].rewards)
+        same = (names, group.outcome) == (list(recipe.weights), recipe.outcome)
+        same = same and len(group.samples) == self.c.GROUP_SIZE
+        if not same or prompt != group.prompt:
+            raise ValueError("the group does not have the prompt, rewards or size of this run")
+        if max(group.ids) >= self.policy.vocab_size:
+            raise ValueError("the group has ids that the tokenizer does not have")
+
+    # --- The trainer's side -----------------------------------------------------------
+    def publish(self, step):
+        """Publishes the weights as they are now; a thread writes the file."""
+        self.finish()
+        self.proof = self.proof or sample_proof(self.policy, self.recipe)
+        record = {"run": self.run, "version": step, "settings": settings_of(self.recipe)}
+        record["proof"] = proof_of(self.policy, *self.proof)
+        self.thread = in_background(self._publish, trained_weights(self.policy.model), record)
+
+    def _publish(self, weights, record):
+        try:
+            draft = self.folder / "draft"
+            safetensors.torch.save_file(weights, draft)
+            record |= {"bytes": draft.stat().st_size, "sha256": sha256_of(draft)}
+            draft.replace(self.folder / record["sha256"])
+            with self.lock:
+                old, self.record = self.record, record
+            if old and old["sha256"] != record["sha256"]:
+                (self.folder / old["sha256"]).unlink()
+        except Exception as error:  # noqa: BLE001 (raised in the main thread, by finish)
+            self.error = error
+
+    def finish(self):
+        """Waits until the newest policy is published; raises what that raised."""
+        if self.thread:
+            with announced("the policy's file to be written"):
+                self.thread.join()
+        if self.error:
+            raise self.error
+
+    def take(self, step):
+        """Returns at most PROMPTS_PER_STEP waiting groups; exactly that number if only workers
+        sample (TRAINER_SAMPLES). Drops and counts groups whose policy is more than MAX_STALENESS
+        updates old, or of later steps, which were undone when the run resumed."""
+        groups, wait = [], Wait(f"workers' groups at {self.c.TRAINER}", self.c.WAIT_LIMIT_SECONDS)
+        while (missing := self.c.PROMPTS_PER_STEP - len(groups)) > 0:
+            with self.lock:
+                new = [self.groups.popleft() for _ in range(min(missing, len(self.groups)))]
+                workers = ", ".join(self.heard) or "none (is `grpo_ref_split.py worker` running?)"
+            fit = [g for g in new if step - self.c.MAX_STALENESS <= g.version <= step]
+            self.dropped += len(new) - len(fit)
+            groups += fit
+            if new:
+                wait.moved()
+            elif self.c.TRAINER_SAMPLES:
+                break
+            elif self.error:  # no worker will ever find a policy
+                raise self.error
+            else:
+                wait.sleep(f"{missing} groups are missing; active workers: {workers}", pause=0.05)
+        return groups
+
+    def metrics(self, groups, step):
+        """Returns the updates since the groups were sampled (mean and largest), and the number of
+        groups dropped so far."""
+        ages = [max(0, step - group.version) for group in groups]
+        mean, most = sum(ages) / max(len(ages), 1), max(ages, default=0)
+        return {"staleness": mean, "staleness_max": most, "groups_dropped": self.dropped}
+
+    def close(self):
+        if self.thread:
+            self.thread.join()
+        if self.error:
+            say(f"the last policy was not published: {self.error!r}")
+        self.server.stop()
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,105 @@
+"""A LoRA checkpoint becomes a whole model."""
+
+import json
+import re
+import runpy
+import shutil
+import sys
+
+import pytest
+import torch
+from fakes import tiny_policy
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import evaluate
+from grpo.commands.merge import merge
+from grpo.options.workers.policy_proof import logps_of
+
+PROMPT, COMPLETION = [5, 6, 7, 8], [40, 41, 42, 2]
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny, tmp_path_factory):
+    """-> the folder of a checkpoint with adapters that were trained, as a run with LORA_RANK saves
+    it, and log-probs of the policy."""
+    folder = tmp_path_factory.mktemp("adapter")
+    policy = tiny_policy(tiny, drift=0.1, lora_rank=4)
+    policy.save(folder)
+    return folder, logps_of(policy, PROMPT, COMPLETION)
+
+
+def test_the_command_makes_a_model_that_computes_what_the_adapted_one_does(
+    tiny, tmp_path, adapter, monkeypatch
+):
+    folder, expected = adapter
+    monkeypatch.setattr(sys, "argv", ["grpo/commands/merge.py", str(folder), str(tmp_path / "out")])
+    runpy.run_path("grpo/commands/merge.py", run_name="__main__")
+    out = tiny_policy(tmp_path / "out", "auto")
+    # Measured: 2e-6 at most
+    assert logps_of(out, PROMPT, COMPLETION) == pytest.approx(expected, abs=2e-5)
+    assert logps_of(tiny_policy(tiny), PROMPT, COMPLETION) != pytest.approx(expected, abs=0.1)
+    assert not list((tmp_path / "out").glob("adapter*"))
+    assert out.eos_ids == tiny_policy(tiny).eos_ids
+
+
+def test_an_adapter_of_others_has_a_scale_and_perhaps_no_tokenizer(tiny, tmp_path, adapter):
+    from peft import AutoPeftModelForCausalLM
+
+    folder = shutil.copytree(adapter[0], tmp_path / "theirs")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 3}))
+    for path in folder.glob("*token*"):
+        path.unlink()
+    merge(str(folder), str(tmp_path / "out"))
+    ids = torch.tensor([PROMPT + COMPLETION])
+    theirs = AutoPeftModelForCausalLM.from_pretrained(folder)(ids).logits
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-5)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+
+
+def test_what_can_not_be_merged_is_refused_with_a_reason(tiny, tmp_path, adapter):
+    folder, full = str(adapter[0]), tmp_path / "full"
+    full.mkdir()
+    (full / "kept").touch()
+    for path in (full, full / "kept"):
+        with pytest.raises(SystemExit, match=re.escape(repr(str(path)))):
+            merge(folder, str(path))
+    with pytest.raises(SystemExit, match=f"{tiny} has no adapter_config.json"):
+        merge(str(tiny), str(tmp_path / "out"))
+    config = json.loads((adapter[0] / "adapter_config.json").read_text())
+    theirs = shutil.copytree(adapter[0], tmp_path / "theirs")
+    for changes, reason in (
+        ({"r": 2}, "size mismatch"),
+        ({"target_modules": ["c_attn"]}, "c_attn"),
+    ):
+        (theirs / "adapter_config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(SystemExit, match=reason):
+            merge(str(theirs), str(tmp_path / "out"))
+    (theirs / "adapter_config.json").write_text(json.dumps(config))
+    tensors = load_file(theirs / "adapter_model.safetensors")
+    more = {n.replace("layers.1", "layers.2"): x + 0 for n, x in tensors.items() if ".1." in n}
+    fewer = {name: x for name, x in tensors.items() if name != max(tensors)}
+    for wrong in (tensors | more, fewer):
+        save_file(wrong, theirs / "adapter_model.safetensors")
+        with pytest.raises(SystemExit, match="does not fit"):
+            merge(str(theirs), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_with_a_relative_path_is_looked_for_here_and_its_file_is_named(
+    tiny, tmp_path, monkeypatch, adapter
+):
+    """The error named the hub alone, if the command ran in another folder than the run."""
+    theirs = shutil.copytree(adapter[0], tmp_path / "theirs")
+    config = json.loads((theirs / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = f"{tiny.parent.name}/{tiny.name}"
+    (theirs / "adapter_config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tiny.parent.parent)
+    merge(str(theirs), str(tmp_path / "out"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", str(theirs), "sums"])
+    for command in (lambda: merge(str(theirs), "other"), evaluate.main):
+        with pytest.raises(SystemExit, match=f"path in {theirs}/adapter_config.json .a relative"):
+            command()

@@ -1,0 +1,266 @@
+"""Rewards that may fail (MAX_FAILED_REWARDS), and rewards that are awaited."""
+
+import asyncio
+import math
+import threading
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from fakes import MIXED, FakeEngine, a_recipe, a_run, prompts_of, sampled
+from test_environments import Actor, recipe_of
+
+import grpo_ref_split as trainer
+from grpo.constants import Constants
+from grpo.metrics import rollout_metrics
+from grpo.options.rewards.async_rewards import start_loop
+from grpo.options.rewards.failures import Failures
+from grpo.prepare import prepare
+from grpo.rewards import begin_rewards, group_of, reward_texts
+from grpo.rollout import tally
+
+NAN = {"correctness": math.nan, "format": math.nan}
+
+
+def fails(item, text):
+    if text == "second":
+        raise ConnectionError("the judge is away")
+    return {"correctness": 1.0, "format": 0.0}
+
+
+def recipe_with(limit, rewards=fails, **members):
+    recipe = a_recipe(task=SimpleNamespace(rewards=rewards, **members), TASK="mine")
+    recipe.failures = Failures(limit)
+    return recipe
+
+
+def rewards_of(group):
+    return [sample.rewards for sample in group.samples]
+
+
+def test_failed_rewards_do_not_apply_until_there_are_too_many(capfd, alone):
+    recipe = recipe_with(2)
+    groups = sampled(FakeEngine(), recipe, prompts_of([MIXED] * 2))
+    assert repr([rewards_of(g)[1] for g in groups]) == repr([NAN, NAN])
+    assert [rewards_of(g)[0]["correctness"] for g in groups] == [1.0, 1.0]
+    told = capfd.readouterr()
+    assert told.err.count("Traceback") == 1  # the first, with its cause
+    assert "MAX_FAILED_REWARDS = 2" in told.out
+    count = tally(recipe, groups[0])
+    count.update({k: v + count[k] for k, v in tally(recipe, groups[1]).items()})
+    metrics = rollout_metrics(a_run(recipe), Counter(count), [])
+    assert metrics["rewards/failed"] == 0.5 and metrics["accuracy"] == 1
+    with pytest.raises(RuntimeError, match="the judge is away"):
+        sampled(FakeEngine(), recipe, prompts_of([MIXED]))
+
+
+def test_old_failures_are_forgotten():
+    failures = Failures(1)
+    failures.take(ValueError())
+    failures.count([True])
+    failures.count([False] * 200)
+    failures.take(ValueError())
+    with pytest.raises(ValueError):
+        failures.take(ValueError())  # of the same group
+
+
+@pytest.mark.parametrize("limit", [2, 1])
+def test_a_group_reward_that_fails_costs_each_completion_of_the_group(limit):
+    group_rewards = lambda item, texts: 1 / 0
+    recipe = recipe_with(limit, lambda item, text: {"correctness": 1}, group_rewards=group_rewards)
+    (group,) = sampled(FakeEngine(), recipe, prompts_of([MIXED]))
+    assert repr(rewards_of(group)) == repr([NAN, NAN]) and tally(recipe, group)["unrewarded"] == 2
+
+
+def test_a_slow_reward_fails_alone():
+    def slow(item, text):
+        time.sleep(5 * (text == "second"))
+        return {"correctness": 1.0, "format": 0.0}
+
+    recipe = recipe_with(1, slow).others(REWARD_TIMEOUT_SECONDS=0.2)
+    (group,) = sampled(FakeEngine(), recipe, prompts_of([MIXED]))
+    assert [math.isnan(r["format"]) for r in rewards_of(group)] == [False, True]
+
+
+def test_an_environment_that_fails_ends_its_conversation_alone(tokenizer):
+    recipe = recipe_of(tokenizer, 5, 0, 5)  # the second's environments raise
+    recipe.failures = Failures(2)
+    actor = Actor(tokenizer, ["One", "two", "three", "four", "five"])
+    groups = sampled(actor, recipe, iter(recipe.prompts))
+    found = {g.index: [(len(s.text), s.rewards["reward"]) for s in g.samples] for g in groups}
+    assert found[0] == found[2] == [(9, 5.0)] * 2
+    assert repr(found[1]) == repr([(1, math.nan)] * 2)
+
+
+# --- Rewards that are awaited -----------------------------------------------------------
+def test_async_rewards_of_all_completions_wait_together():
+    waiting, most = set(), []
+
+    async def rewards(item, text):
+        waiting.add((item["question"], text, threading.get_ident()))
+        most.append(len(waiting))
+        await asyncio.sleep(0.3)
+        return {"correctness": float(text == "first"), "format": 0.0}
+
+    task = SimpleNamespace(rewards=rewards)
+    recipe = a_recipe(task=task, TASK="mine")
+    recipe.submit = start_loop(task, 60)
+    prompts = [(i, {"question": str(i)}, [5, 6]) for i in range(8)]
+    began = time.monotonic()
+    groups = sampled(FakeEngine(), recipe, prompts)
+    assert time.monotonic() - began < 1.5 and max(most) == 16
+    assert [r["correctness"] for g in groups for r in rewards_of(g)] == [1.0, 0.0] * 8
+
+
+def test_what_an_async_reward_may_not_do_ends_the_run(no_pause):
+    async def leaves(item, text):
+        raise SystemExit("bye")
+
+    async def late(item, text):
+        raise TimeoutError("of the judge")
+
+    for rewards, words in ((leaves, "sys.exit: bye"), (late, "of the judge")):
+        task = SimpleNamespace(rewards=rewards)
+        recipe = a_recipe(task=task, TASK="mine")
+        recipe.submit = start_loop(task, 9)
+        with pytest.raises(RuntimeError, match=words):
+            sampled(FakeEngine(), recipe, prompts_of([MIXED]))
+
+
+def test_an_async_reward_has_a_limit():
+    async def rewards(item, text):
+        await asyncio.sleep(9 * (text == "second"))
+        return {"correctness": 1, "format": 0}
+
+    recipe = a_recipe(
+        task=SimpleNamespace(rewards=rewards), REWARD_TIMEOUT_SECONDS=0.2, TASK="mine"
+    )
+    recipe.submit = start_loop(recipe.task, 0.2)
+    futures = begin_rewards(recipe, group_of(recipe, {}, ["first", "second"]))
+    assert futures[0].result(9) == {"correctness": 1, "format": 0}
+    with pytest.raises(RuntimeError, match="took more than 0.2 s.*REWARD_TIMEOUT_SECONDS"):
+        sampled(FakeEngine(), recipe, prompts_of([MIXED]))
+
+
+def test_a_plain_group_reward_beside_async_rewards_has_a_limit():
+    async def rewards(item, text):
+        return {"correctness": 1, "format": 0}
+
+    def group_rewards(item, texts):
+        time.sleep(4)
+
+    recipe = recipe_of_two(rewards, group_rewards)
+    with pytest.raises(RuntimeError, match="group_rewards.. failed: .* took more than 0.2 s"):
+        sampled(FakeEngine(), recipe, prompts_of([MIXED]))
+
+
+def recipe_of_two(rewards, group_rewards):
+    task = SimpleNamespace(rewards=rewards, group_rewards=group_rewards)
+    recipe = a_recipe(task=task, REWARD_TIMEOUT_SECONDS=0.2, TASK="mine")
+    recipe.submit = start_loop(task, 0.2)
+    return recipe
+
+
+TASK = """
+def load(split): return [{"question": "1", "answer": "1", "more": [1]}]
+def messages(item): return [{"role": "user", "content": item["question"]}]
+REWARD_WEIGHTS = {"reward": 1.0}
+"""
+
+
+def prepared(tmp_path, tiny, code, **constants):
+    (tmp_path / "mine.py").write_text(TASK + code)
+    words = {"TASK": str(tmp_path / "mine.py"), "MODEL": str(tiny), "MAX_PROMPT_TOKENS": 99}
+    words |= {"MAX_COMPLETION_TOKENS": 9, "REF_SERVER": None, "REWARD_TIMEOUT_SECONDS": 9}
+    return prepare(Constants(trainer.DEFAULTS | words | constants))
+
+
+def test_async_rewards_work_where_a_loop_runs_already(tmp_path, tiny, capsys):
+    """As in a notebook."""
+
+    async def cell():
+        prepared(tmp_path, tiny, "async def rewards(item, text): return text == item['answer']")
+
+    asyncio.run(cell())
+    assert "gold answer '1': reward 1" in capsys.readouterr().out
+
+
+def test_the_preview_counts_failures_as_the_run_does(tmp_path, tiny):
+    """A service that fails at the first call of each kind."""
+    code = (
+        "REWARD_WEIGHTS, seen = None, set()\n"
+        "def rewards(item, text):\n"
+        "    if text not in seen: seen.add(text); raise ConnectionError('busy')\n"
+        "    return text == item['answer']\n"
+    )
+    _, recipe, _ = prepared(tmp_path, tiny, code, MAX_FAILED_REWARDS=9)
+    assert recipe.weights == {"reward": 1.0} and list(recipe.failures.last) == [False, True]
+    with pytest.raises(RuntimeError, match="busy"):
+        prepared(tmp_path, tiny, code, MAX_FAILED_REWARDS=0)
+
+
+def test_the_preview_says_that_no_completion_had_a_reward(tmp_path, tiny, capsys):
+    prepared(tmp_path, tiny, "\ndef rewards(item, text):\n    text == item['answer']\n")
+    out = capsys.readouterr().out
+    assert "no completion above had a reward: rewards() gave None" in out
+    assert "mine.py, line 6: rewards() returns nothing: does it lack `return`?" in out
+    code = "\nasync def rewards(item, text):\n    def right(): return True  # return\n    right()\n"
+    prepared(tmp_path, tiny, code)
+    assert "line 6: rewards() returns nothing" in capsys.readouterr().out
+    prepared(tmp_path, tiny, "\ndef rewards(item, text):\n    if text == '?': return 1.0\n")
+    out = capsys.readouterr().out
+    assert "no completion above had a reward" in out and "returns nothing" not in out
+
+
+CHANGES = {  # functions that change the question they get
+    "rewards": "def rewards(item, text): return float(bool(item.pop('more')))",
+    "group": "def group_rewards(item, texts): return [item['more'].pop()] * len(texts)",
+    "messages": "def rewards(item, text): return float('more' in item)\n"
+    "def messages(item): item.pop('more'); return [{'role': 'user', 'content': '1'}]",
+    "gold": "def rewards(item, text): return float('more' in item)\n"
+    "def gold(item): return str(item.pop('more'))",
+    "environment": "class Environment:\n"
+    "    def __init__(self, item): self.more = item['more'].pop()\n"
+    "    def reply(self, turn): pass\n"
+    "    def rewards(self, turns): return 1.0",
+    "turns": "def reply(item, turns): pass\n"
+    "def rewards(item, turns): return {'reward': float(turns.pop() is not None)}\n"
+    "def group_rewards(item, texts): return [{}] * (len(texts) if all(texts) else 0)",
+    "reply": "def reply(item, turns): item.pop('more')\n"
+    "def rewards(item, turns): return float('more' in item)",
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_a_function_changes_in_a_question_stays_in_its_call(what, tmp_path, tiny):
+    _, recipe, _ = prepared(tmp_path, tiny, CHANGES[what])
+    ((_, item, _),) = recipe.prompts
+    assert reward_texts(recipe, item, ["1"] * 3) == [{"reward": 1.0}] * 3
+    assert item == {"question": "1", "answer": "1", "more": [1]}
+
+
+def test_a_question_that_can_not_be_copied_is_named(tmp_path, tiny):
+    code = "import threading\ndef load(split): return [{'lock': threading.Lock(), 'question': '1'}]"
+    with pytest.raises(SystemExit, match="mine.py: the question .*lock.* keep a connection"):
+        prepared(tmp_path, tiny, f"{code}\ndef rewards(item, text): return 1.0")
+
+
+def swallows(item, text):
+    try:
+        time.sleep(0.5)
+    except BaseException:  # noqa: BLE001
+        return {"correctness": 1, "format": 0}
+
+
+async def blocks(item, text):
+    time.sleep(0.5)  # noqa: ASYNC251
+    return {"correctness": 1, "format": 0}
+
+
+@pytest.mark.parametrize("rewards", [swallows, blocks])
+def test_a_time_limit_holds_for_code_that_catches_it_or_blocks_the_loop(rewards):
+    recipe = a_recipe(task=SimpleNamespace(rewards=rewards), REWARD_TIMEOUT_SECONDS=0.2, TASK="m")
+    recipe.submit = start_loop(recipe.task, 0.2) if rewards is blocks else None
+    with pytest.raises(RuntimeError, match="took more than 0.2 s"):
+        sampled(FakeEngine(), recipe, prompts_of([MIXED]))

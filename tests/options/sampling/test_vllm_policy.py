@@ -1,0 +1,260 @@
+"""What of vLLM's policy needs no vLLM: its constants, weights, sleep, and what it asks of vLLM."""
+
+import contextlib
+import importlib.util
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fakes import PROMPTS, move, tiny_policy
+from transformers import AutoTokenizer
+
+import grpo_ref_split as trainer
+from grpo.checks import settled
+from grpo.options.sampling import vllm_policy
+from grpo.options.sampling.vllm_policy import VLLMPolicy, check_device
+from grpo.options.workers.weights import load_weights
+from grpo.policy import load_policy
+from grpo.prepare import prepare
+from grpo.proof import check_sampler
+from grpo.sample import Prompt, Sample
+
+CONSTANTS = {"MODEL": "tiny", "GROUP_SIZE": 4, "SEED": 3, "STOP_TOKENS": [], "STOP_STRINGS": []}
+CONSTANTS |= {"SAMPLE_BATCH": "auto", "DTYPE": "float32"}
+CONSTANTS |= {"MAX_PROMPT_TOKENS": 60, "MAX_COMPLETION_TOKENS": 40}
+CONSTANTS |= {"VLLM_CACHE_GB": 0.5, "VLLM_SLEEP": False}
+
+
+def test_vllm_must_be_installed(monkeypatch):
+    for found in (None, "a spec"):
+        monkeypatch.setattr(importlib.util, "find_spec", {"vllm": found}.get)
+        with contextlib.nullcontext() if found else pytest.raises(SystemExit, match="pip install"):
+            settled(trainer.DEFAULTS, {"SAMPLER": "vllm"})
+
+
+@pytest.mark.parametrize("gpus, memory, said", [
+    (0, 31.0, None), (2, 30.0, None), (2, 31.0, "VLLM_CACHE_GB = 31.0.* 30.0 GB")
+])  # fmt: skip
+def test_what_the_device_does_not_offer_is_said(gpus, memory, said, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (int(30e9), int(80e9)))
+    with pytest.raises(SystemExit, match=said) if said else contextlib.nullcontext():
+        check_device(SimpleNamespace(VLLM_CACHE_GB=memory))
+
+
+@pytest.mark.parametrize("compiler, header, on_gpu, said", [
+    ("gcc", True, True, "/no/model"),
+    ("cc", False, False, "/no/model"),
+    ("cc", False, True, r"needs a C compiler .* and \S+/Python\.h on"),  # Triton looks for no cc
+])  # fmt: skip
+def test_what_vllm_compiles_with_is_there_before_a_model_is_loaded(
+    compiler, header, on_gpu, said, monkeypatch, tmp_path
+):
+    for name in filter(None, [compiler, "include/Python.h" * header]):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch(0o755)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    paths = {"include": str(tmp_path / "include")}
+    monkeypatch.setattr(vllm_policy.sysconfig, "get_paths", lambda: paths)
+    monkeypatch.setattr(vllm_policy, "accelerator", lambda: "cuda" if on_gpu else None)
+    c = SimpleNamespace(SAMPLER="vllm", TASK="arithmetic", MODEL="/no/model")
+    with pytest.raises(SystemExit, match=said):
+        prepare(c)
+
+
+@pytest.mark.parametrize("device, has_bf16, k3, stops", [
+    ("cuda:0", True, 5e-5, False),  # TF32
+    ("cuda:0", True, 2e-4, True),
+    ("cuda:0", False, 5e-5, True),  # T4
+    ("cpu", False, 5e-5, True),
+])  # fmt: skip
+def test_float32_on_a_gpu_has_the_rounding_of_tf32(
+    device, has_bf16, k3, stops, a_policy, monkeypatch
+):
+    """vLLM has no other attention for float32 there; with float32's limit no run would start."""
+    monkeypatch.setattr(vllm_policy, "own_device", lambda: device)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    policy = a_policy()
+    with pytest.raises(RuntimeError, match="k3") if stops else contextlib.nullcontext():
+        check_sampler({"loss": 0.0, "sampler_k3": k3}, policy)
+
+
+class FakeLLM:
+    """In place of vLLM: notes its calls, and answers each request with `outputs`."""
+
+    def __init__(self, model="", **settings):
+        self.settings, self.told, self.asked, self.outputs, self.weights = settings, [], [], [], {}
+        self.answers = []  # that step() gives, one at a time
+        self.llm_engine = SimpleNamespace(
+            get_num_unfinished_requests=lambda: 0,
+            abort_request=lambda ids: None,
+            add_request=self.add_request,
+            engine_core=SimpleNamespace(shutdown=self.shutdown),
+        )
+        # As vLLM does on a CPU
+        torch.set_num_threads = lambda number: None
+        os.environ.update({"LOCAL_WORLD_SIZE": "1", "LD_PRELOAD": "its.so"})
+
+    def add_request(self, request, prompt, params):
+        assert prompt == {"prompt_token_ids": [5, 6]}
+        self.asked.append(params)
+        self.answers.append(SimpleNamespace(request_id=request, outputs=self.outputs))
+        self.llm_engine.step = lambda: [self.answers.pop(0)]
+
+    def sleep(self, level):
+        self.told.append(f"sleep {level}")
+
+    def wake_up(self, tags):
+        self.told.append(f"wake {tags[0]}")
+
+    def collective_rpc(self, function, args):
+        self.weights = {name: tensor.clone() for name, tensor in args[0]}
+        self.told.append("reload")
+
+    def apply_model(self, function):
+        pass
+
+    def reset_prefix_cache(self):
+        self.told.append("reset")
+        return True
+
+    def shutdown(self):
+        torch.distributed.destroy_process_group("vLLM's")
+        torch.distributed.destroy_process_group()  # the world's
+
+
+@pytest.fixture
+def a_policy(tiny, monkeypatch):
+    """Returns a function: a VLLMPolicy of the tiny model around a FakeLLM."""
+    for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("vllm", "vllm.entrypoints.llm"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(LLM=FakeLLM))
+    monkeypatch.setattr(vllm_policy, "check_device", lambda c: None)
+    monkeypatch.setattr(VLLMPolicy, "_params", lambda self, **params: params)
+
+    def make(model=None, **changes):
+        c = SimpleNamespace(**CONSTANTS | {"MODEL": str(tiny)} | changes)
+        return VLLMPolicy(c, AutoTokenizer.from_pretrained(tiny), model)
+
+    return make
+
+
+def sample_nothing(policy):
+    assert list(policy.stream(iter([]), group_size=1, max_sequences=1, seed=0)) == []
+
+
+# --- The process that it is in --------------------------------------------------------
+def test_what_vllm_changes_in_the_process_is_undone(a_policy):
+    threads, before = torch.get_num_threads(), dict(os.environ)
+    set_threads = torch.set_num_threads
+    a_policy()
+    assert torch.set_num_threads is set_threads and torch.get_num_threads() == threads
+    changed = {k for k, v in os.environ.items() if before.get(k) != v}
+    assert {name for name in changed if not name.startswith("VLLM_")} == set()
+
+
+def test_a_rank_has_its_gpu_and_its_process_group_from_the_launcher(a_policy, tiny):
+    policy = a_policy(tiny_policy(tiny).model)
+    settings = policy.llm.settings
+    assert settings["distributed_executor_backend"] == "external_launcher"
+    assert settings["max_num_seqs"] == 256 and settings["max_model_len"] == 100
+    assert settings["kv_cache_memory_bytes"] == 500_000_000  # so that nothing is profiled
+    assert a_policy(SAMPLE_BATCH=8).llm.settings["max_num_seqs"] == 8
+    assert a_policy().llm.settings["distributed_executor_backend"] is None  # a worker
+
+
+def test_the_end_of_vllm_leaves_the_trainers_process_group(a_policy, monkeypatch):
+    destroyed = []
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", destroyed.append)
+    a_policy().close()
+    assert destroyed == ["vLLM's"]
+    assert torch.distributed.destroy_process_group == destroyed.append
+
+
+# --- Weights --------------------------------------------------------------------------
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_it_takes_the_living_weights_once_a_step(a_policy, tiny, lora_rank):
+    living = tiny_policy(tiny, lora_rank=lora_rank)
+    policy = a_policy(living.model)
+    for step in (0, 1):
+        move(living.model, 0.1)
+        for _ in range(2):  # rounds, and an evaluation
+            with policy.follow(step):
+                pass
+        assert policy.llm.told.count("reload") == step + 1
+        plain = load_policy(str(tiny), living.tokenizer, "float32").model
+        load_weights(plain, policy.llm.weights)
+        ids = torch.tensor([PROMPTS[0][2]])
+        torch.testing.assert_close(plain(ids).logits, living.model(ids).logits)
+    assert policy.llm.told[-1] == "reset"  # the prefix cache has the old weights
+
+
+def test_it_sleeps_where_nothing_is_sampled_and_wakes_part_by_part(a_policy, tiny):
+    """Level 2: the weights are dropped, and loaded again from whoever has them."""
+    woken = ["wake weights", "reload", "wake kv_cache", "reset"]
+    policy = a_policy(tiny_policy(tiny).model, VLLM_SLEEP=True)
+    for _ in range(2):  # also if no step was made
+        with policy.follow(0):
+            sample_nothing(policy)
+    assert policy.llm.told == ["sleep 2", *woken, "sleep 2", *woken, "sleep 2"]
+    worker, weights = a_policy(VLLM_SLEEP=True), dict(tiny_policy(tiny).model.named_parameters())
+    worker.load(weights)
+    worker.rest()
+    sample_nothing(worker)
+    assert worker.llm.told == ["sleep 2", *woken, "sleep 2", *woken]
+    assert worker.llm.weights.keys() == weights.keys()
+
+
+# --- Requests -------------------------------------------------------------------------
+def streaming(policy, ids, reason, **settings):
+    """-> the parameters that vLLM is given, and the Sample made of its output."""
+    found = [{i: SimpleNamespace(logprob=-float(n))} for n, i in enumerate(ids, start=1)]
+    answer = SimpleNamespace(token_ids=ids, logprobs=found, finish_reason=reason)
+    policy.llm.outputs = [answer]
+    settings |= {
+        "group_size": 1,
+        "max_sequences": 1,
+        "max_new_tokens": 9,
+        "temperature": 1.0,
+        "seed": 0,
+    }
+    ((_, (completion,)),) = policy.stream(iter([Prompt("key", [5, 6])]), **settings)
+    return policy.llm.asked[-1], completion
+
+
+def test_a_turn_has_a_limit_of_its_own_and_a_groups_first_prompt_begins_its_sequences(a_policy):
+    policy = a_policy()
+    found = SimpleNamespace(token_ids=[7], logprobs=[{7: SimpleNamespace(logprob=-1.0)}])
+    found.finish_reason = "length"
+    policy.llm.outputs = [found]
+    prompts = iter([Prompt("first", [5, 6], 3, 9), Prompt("later", [5, 6], 1, 4)])
+    settings = {"max_sequences": 4, "max_new_tokens": 9, "temperature": 1.0, "seed": 0}
+    groups = list(policy.stream(prompts, group_size=1, **settings))
+    assert [key for key, _ in groups] == ["first"] * 3 + ["later"]
+    assert all(len(group) == 1 for _, group in groups)
+    asked = policy.llm.asked
+    assert [(params["n"], params["max_tokens"]) for params in asked] == [(1, 9)] * 3 + [(1, 4)]
+    assert len({params["seed"] for params in asked}) == 4
+
+
+def test_vllm_is_asked_for_stop_strings_and_its_ids_stay(a_policy):
+    policy = a_policy(STOP_STRINGS=["=12"])
+    tokenizer = policy.tokenizer
+    ids = tokenizer("7+5=12 €")["input_ids"]
+    end = tokenizer("7+5=12")["input_ids"]
+    asked, completion = streaming(policy, end, "stop")
+    assert asked["stop"] == ["=12"] and asked["include_stop_str_in_output"]
+    assert asked["detokenize"] and not asked["skip_special_tokens"]  # else it finds none
+    assert asked["stop_token_ids"] == policy.eos_ids
+    assert completion == Sample(end, [-float(n) for n in range(1, len(end) + 1)], False)
+    # vLLM may see a string an id later, after half a character; or with the last id it may draw
+    for reason, later in (("stop", len(end) + 2), ("length", len(ids))):
+        assert streaming(policy, ids[:later], reason)[1] == completion
+    assert streaming(policy, end[:-1], "length")[1].truncated
+    # what proves the weights has its length whatever is in it
+    asked, whole = streaming(policy, ids, "length", eos_ids=[])
+    assert "stop" not in asked and whole.ids == ids

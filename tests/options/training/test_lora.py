@@ -1,0 +1,126 @@
+"""LoRA: adapters travel, and are merged while tokens are sampled."""
+
+import gc
+import itertools
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fakes import move
+from families import tiny_model
+
+from grpo.options.training import lora
+from grpo.options.training.lora import MergedAdapters, add_adapters, has_room, merge_adapters
+from grpo.options.workers.weights import load_weights, trained_weights
+from grpo.policy import Policy
+from grpo.sample import Prompt
+
+IDS = torch.tensor([[3, 4, 5, 6, 7, 8]])
+
+
+def with_adapters(model, rank=4):
+    add_adapters(model, rank)
+    move(model, 0.1)  # B, too, which starts as 0
+    return model
+
+
+def test_adapters_travel_to_a_model_with_adapters():
+    mine, theirs = (with_adapters(tiny_model("qwen2")) for _ in range(2))
+    move(theirs, 0.1)
+    assert (mine(IDS).logits - theirs(IDS).logits).abs().max() > 0.1
+    load_weights(mine, trained_weights(theirs))
+    assert torch.equal(mine(IDS).logits, theirs(IDS).logits)
+    with pytest.raises(ValueError, match="model.layers.0.self_attn.q_proj"):
+        dict(merge_adapters(tiny_model("gpt2"), trained_weights(mine)))
+
+
+# --- Merged to sample ----------------------------------------------------------------
+def state_of(model):
+    """Returns what may not change: each parameter's identity, memory and values, and the layers."""
+    tensors = {name: (id(p), p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
+    return tensors, [(name, id(module)) for name, module in model.named_modules()]
+
+
+def assert_as_before(model, before):
+    tensors, modules = state_of(model)
+    assert modules == before[1] and tensors.keys() == before[0].keys()
+    for name, (identity, memory, values) in tensors.items():
+        assert (identity, memory) == before[0][name][:2], name
+        assert torch.equal(values, before[0][name][2]), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "llama", "opt"])
+def test_merged_adapters_compute_what_the_model_with_adapters_does(family):
+    """W + 2 B A; in another model, or for a while in plain layers of the same. GPT-2 has its
+    matrices transposed, the square ones too."""
+    model, base = with_adapters(tiny_model(family)), tiny_model(family)
+    expected, before = model(IDS).logits, state_of(model)
+    assert (base(IDS).logits - expected).abs().max() > 0.1
+    plain = [type(module) for module in base.modules()]
+    merged = MergedAdapters(model)
+    for _ in range(3):
+        with merged:
+            assert [type(module) for module in model.modules()] == plain
+            torch.testing.assert_close(model(IDS).logits, expected, rtol=0, atol=5e-5)
+        assert_as_before(model, before)
+        assert torch.equal(model(IDS).logits, expected)
+    with pytest.raises(ZeroDivisionError), merged:
+        raise ZeroDivisionError
+    assert_as_before(model, before)
+
+    # A file is read to the CPU, and the model may be on a GPU: "meta" stands for it
+    elsewhere = merge_adapters(tiny_model(family).to("meta"), trained_weights(model))
+    assert all(tensor.device.type == "meta" for _, tensor in elsewhere)
+    load_weights(base, dict(merge_adapters(base, trained_weights(model))))
+    # Measured: 6e-6 at most
+    torch.testing.assert_close(base(IDS).logits, expected, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("end", ["exhausted", "closed", "dropped", "an error"])
+def test_a_stream_leaves_the_model_as_it_is_trained(end, monkeypatch):
+    """Also between two groups: then rewards are found, and whoever stops there may save it."""
+    model = with_adapters(tiny_model("qwen2"))
+    before, copies = state_of(model), weakref.WeakSet()
+
+    def noted(model):
+        copies.add(merged := MergedAdapters(model))
+        return merged
+
+    prompts = itertools.starmap(Prompt, enumerate([[5, 6, 7], [8], [4, 9]]))
+    settings = {"max_sequences": 4, "longest_prompt": 3, "max_new_tokens": 5, "temperature": 1.0}
+    how = {"lora": True, "contexts": [lambda: noted(model)]}
+    sampler = Policy("tiny", model, None, {500}, 110, "float32", **how)
+    groups = sampler.stream(prompts, seed=0, group_size=2, **settings)
+    next(groups)
+    assert_as_before(model, before)
+    assert [len(merged.layers) for merged in copies] == [2 * 7]
+    if end == "exhausted":
+        assert len(list(groups)) == 2
+    elif end == "closed":
+        groups.close()
+    elif end == "an error":
+        monkeypatch.setattr(torch.Tensor, "scatter_", None)
+        with pytest.raises(TypeError):
+            list(groups)
+    assert_as_before(model, before)
+    del groups
+    gc.collect()
+    assert not copies
+
+
+@torch.no_grad()
+def test_a_gpu_without_room_for_a_second_copy_keeps_its_adapters(monkeypatch):
+    model, cuda = with_adapters(tiny_model("qwen2")), SimpleNamespace(device=torch.device("cuda"))
+    for name, value in {"memory_reserved": 50, "memory_allocated": 20}.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (100, 1000))
+    assert has_room(cuda, 65) and not has_room(cuda, 66)
+    asked = []
+    monkeypatch.setattr(lora, "has_room", lambda model, size: asked.append(size))
+    before = state_of(model)
+    with MergedAdapters(model):
+        assert_as_before(model, before)
+    linear = [m for m in tiny_model("qwen2").model.layers.modules() if hasattr(m, "in_features")]
+    assert asked == [sum(4 * m.in_features * m.out_features for m in linear)]

@@ -1,0 +1,207 @@
+"""class Environment: one for each completion, with its state, closed whatever happens."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from documents import ROOT
+from fakes import a_recipe, sampled
+from test_turns import Actor, prompts
+
+from grpo.calls import TaskError
+from grpo.options.turns.turns import stream_turns
+from grpo.sample import Prompt
+from tasks.programs import Program
+
+
+class Counter:
+    """Counts down from the item's secret; the reward is how often it was asked."""
+
+    live, made, ended = set(), [], []
+    lock = threading.Lock()
+
+    def __init__(self, item):
+        self.left, self.asked = item["secret"], 0
+        with self.lock:
+            self.live.add(self)
+            self.made.append(self)
+
+    def reply(self, turn):
+        self.asked += 1
+        self.left -= 1
+        if self.left < 0:
+            raise ValueError("no more")
+        return {"role": "user", "content": f"left {self.left}"} if self.left else None
+
+    def rewards(self, turns):
+        return {"reward": self.asked, "turns": len(turns)}
+
+    def close(self):
+        with self.lock:
+            self.live.discard(self)
+        self.ended.append(self)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    Counter.live, Counter.made, Counter.ended = set(), [], []
+
+
+def recipe_of(tokenizer, *secrets, environment=Counter, **constants):
+    task = SimpleNamespace(Environment=environment, messages=lambda item: [])
+    own = {"MAX_COMPLETION_TOKENS": 200, "REWARD_WEIGHTS": {"reward": 1.0, "turns": 0.0}}
+    recipe = a_recipe(task=task, **own | {"OUTCOME": "reward", "TASK": "mine"} | constants)
+    recipe.prompts = list(prompts(tokenizer, *secrets))
+    return recipe
+
+
+def test_each_completion_has_an_environment_and_its_own_state(tokenizer):
+    recipe = recipe_of(tokenizer, 3, 1)
+    actor = Actor(tokenizer, ["One", "two", "three"])
+    groups = sampled(actor, recipe, iter(recipe.prompts))
+    found = {g.item["secret"]: [(s.text, s.rewards) for s in g.samples] for g in groups}
+    three = ["One", "left 2", "two", "left 1", "three"], {"reward": 3.0, "turns": 5.0}
+    assert found == {3: [three] * 2, 1: [(["One"], {"reward": 1.0, "turns": 1.0})] * 2}
+    assert len(Counter.made) == len(Counter.ended) == 4 and not Counter.live
+
+
+def test_an_attribute_of_an_environment_is_not_taken_for_the_calls_of_tools(tokenizer):
+    recipe = recipe_of(tokenizer, 1, environment=type("Own", (Counter,), {"calls": ["a"]}))
+    (group,) = sampled(Actor(tokenizer, ["One"]), recipe, iter(recipe.prompts))
+    assert [sample.tool_calls for sample in group.samples] == [(0, 0)] * 2
+
+
+def test_a_truncated_conversation_is_rewarded_and_closed_too(tokenizer):
+    recipe = recipe_of(tokenizer, 3, MAX_COMPLETION_TOKENS=4)
+    (group,) = sampled(Actor(tokenizer, ["One", "two"]), recipe, iter(recipe.prompts))
+    assert all(s.truncated and s.rewards["reward"] <= 1 for s in group.samples)
+    assert not Counter.live
+
+
+def test_all_are_closed_after_an_error(tokenizer):
+    recipe = recipe_of(tokenizer, 5, 0, 5)
+    actor = Actor(tokenizer, ["One", "two", "three", "four", "five"])
+    with pytest.raises(TaskError, match=r"reply\('One'\) for .*failed with ValueError"):
+        sampled(actor, recipe, iter(recipe.prompts))
+    assert len(Counter.made) > 2 and not Counter.live
+
+
+def test_all_are_closed_if_the_stream_is_not_read_to_its_end(tokenizer):
+    recipe = recipe_of(tokenizer, 1, 5, 5)
+    actor = Actor(tokenizer, ["One", "two", "three", "four", "five"])
+    settings = {"group_size": 2, "max_sequences": 99, "max_new_tokens": 200}
+    groups = stream_turns(actor, recipe, (Prompt(p, p[2]) for p in recipe.prompts), **settings)
+    next(groups)
+    assert Counter.live
+    groups.close()
+    assert not Counter.live
+
+
+def test_what_an_environment_may_not_return_is_said(tokenizer):
+    for got in (5, {"role": "tool"}, {"role": 1, "content": "x"}):
+        bad = type("Bad", (), {"__init__": lambda self, item: None, "reply": lambda *_, g=got: g})
+        recipe = recipe_of(tokenizer, 1, environment=bad)
+        recipe.task.rewards = lambda item, turns: {"reward": 1, "turns": 1}
+        with pytest.raises(TaskError, match="a text or a message"):
+            sampled(Actor(tokenizer, ["One"]), recipe, iter(recipe.prompts))
+    recipe = recipe_of(tokenizer, 1, environment=lambda item: None)
+    recipe.task.rewards = lambda item, turns: {"reward": 1, "turns": 1}
+    with pytest.raises(TaskError, match="an object with reply"):
+        sampled(Actor(tokenizer, ["One"]), recipe, iter(recipe.prompts))
+
+
+def test_rewards_of_none_and_those_without_weights(tokenizer):
+    """None does not apply; the names are those of an empty completion, as for rewards()."""
+
+    class Silent(Counter):
+        def rewards(self, turns):
+            return None if self.asked > 1 else 1.0
+
+    recipe = recipe_of(tokenizer, 1, 2, environment=Silent, REWARD_WEIGHTS=None, OUTCOME=None)
+    recipe.resolve()
+    assert recipe.weights == {"reward": 1.0} and not Counter.live
+    groups = sampled(Actor(tokenizer, ["One", "two"]), recipe, iter(recipe.prompts))
+    found = {g.item["secret"]: [s.rewards["reward"] for s in g.samples] for g in groups}
+    assert found[1] == [1.0] * 2 and repr(found[2]) == "[nan, nan]"
+
+
+def test_a_close_that_hangs_does_not_keep_the_run(tokenizer, capsys):
+    class Hangs(Counter):
+        def close(self):
+            time.sleep(2)
+
+    recipe = recipe_of(tokenizer, 0, environment=Hangs, REWARD_TIMEOUT_SECONDS=0.2)
+    began = time.monotonic()
+    with pytest.raises(TaskError, match="failed with ValueError"):
+        sampled(Actor(tokenizer, ["One"]), recipe, iter(recipe.prompts))
+    assert time.monotonic() - began < 1.5 and "left open" in capsys.readouterr().out
+
+
+def test_an_environment_that_is_made_too_late_is_closed(tokenizer):
+    class Slow(Counter):
+        def __init__(self, item):
+            time.sleep(0.4)
+            super().__init__(item)
+
+    recipe = recipe_of(tokenizer, 1, environment=Slow, REWARD_TIMEOUT_SECONDS=0.1)
+    with pytest.raises(TaskError, match="took more than 0.1 s"):
+        sampled(Actor(tokenizer, ["One"]), recipe, iter(recipe.prompts))
+    assert wait_for(lambda: len(Counter.made) == 2 and not Counter.live)
+
+
+# --- Programs -------------------------------------------------------------------------
+STARTER = """
+import sys, time, threading
+from tasks.programs import Program
+
+programs = []
+def start():  # in a thread that ends: PR_SET_PDEATHSIG would kill them with it
+    programs.extend(Program(["sh", "-c", "sleep 987 & sleep 987"]) for _ in range(64))
+
+thread = threading.Thread(target=start)
+thread.start()
+thread.join()
+print([p.poll() for p in programs].count(None), flush=True)
+time.sleep(987)
+"""
+
+
+def sleeping():
+    """-> the number of processes whose command is the programs'."""
+    return sum(p.info["cmdline"] == ["sleep", "987"] for p in psutil.process_iter(["cmdline"]))
+
+
+def test_programs_end_with_the_process_that_started_them():
+    command = [sys.executable, "-c", STARTER]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout.readline() == "64\n"
+        assert wait_for(lambda: sleeping() == 128)
+        starter.kill()
+    assert wait_for(lambda: sleeping() == 0)
+
+
+def wait_for(holds, seconds=10):
+    end = time.monotonic() + seconds
+    while not (held := holds()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return held
+
+
+def test_a_program_talks_and_gives_its_exit_status():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with Program(["sh", "-c", 'read x; echo "got $x"; exit 3'], **pipes) as program:
+        assert program.communicate("it\n") == ("got it\n", None) and program.returncode == 3
+    before = len(os.listdir("/proc/self/fd"))
+    for end in (Program.kill, Program.terminate):
+        program = Program(["sleep", "986"])
+        end(program)
+        assert program.wait() < 0
+        program.kill()
+    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(FileNotFoundError, match="no-such-program"):
+        Program(["no-such-program"])

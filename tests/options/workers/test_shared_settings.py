@@ -1,0 +1,35 @@
+"""The settings that a worker must share with its trainer."""
+
+import json
+
+import pytest
+from fakes import MIXED, a_recipe, prompts_of
+
+from grpo.options.workers.shared_settings import check_settings, settings_of
+
+
+def test_settings_are_the_same_after_a_journey_as_json():
+    recipe = a_recipe(prompts_of([MIXED]))
+    mine = settings_of(recipe)
+    check_settings(json.loads(json.dumps(mine)), mine)
+    # What may differ: how many rows a machine has room for, and the order of the prompts
+    other = settings_of(a_recipe(prompts_of([MIXED]), SAMPLE_BATCH=8, SEED=1))
+    check_settings(other, mine)
+
+
+@pytest.mark.parametrize(("name", "change"), [
+    ("TASK", {"TASK": "gsm8k"}),
+    ("TEMPERATURE", {"TEMPERATURE": 0.9}),
+    ("REWARD_WEIGHTS", {"REWARD_WEIGHTS": {"correctness": 1.0, "format": 1.0}}),
+    ("hash of prompts", {"prompts": prompts_of([MIXED, MIXED])}),
+    ("hash of prompts", {"prompts": [(0, {}, [5, 7])]}),  # another template, tokenizer or split
+    ("GROUP_SIZE", None),  # that the trainer does not send
+])  # fmt: skip
+def test_a_worker_with_other_constants_is_told_which(name, change):
+    theirs, fields = settings_of(a_recipe(prompts_of([MIXED]))), {"prompts": prompts_of([MIXED])}
+    mine = settings_of(a_recipe(**fields | (change or {})))
+    if not change:
+        del theirs[name]
+    with pytest.raises(SystemExit, match=f"differs from the trainer: {name}") as caught:
+        check_settings(json.loads(json.dumps(theirs)), mine)
+    assert str(caught.value).count("here,") == 1  # and of no other
