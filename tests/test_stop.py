@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from grpo.stop import stop
+from grpo.stop import ANNOUNCE, stop
 
 ROOT = Path(__file__).parent.parent
 ANNOUNCED = signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
@@ -60,6 +60,7 @@ def test_a_trainer_that_is_asked_to_end_does_not_wait_for_a_server_that_is_down(
 
 def test_signals_that_announce_an_end_stop_a_trainer_unless_they_are_ignored_or_have_a_handler():
     """nohup ignores SIGHUP; submitit, which requeues jobs, has handlers of SIGUSR1 and SIGUSR2."""
+    assert set(ANNOUNCED) == set(ANNOUNCE)
     heard = []
     handlers = {signal.SIG_DFL: True, signal.SIG_IGN: False, lambda *_: heard.append(1): False}
     for number, (handler, stops) in itertools.product(ANNOUNCED, handlers.items()):
