@@ -239,7 +239,7 @@ def test_the_checkpoint_just_saved_stays_and_torn_ones_of_later_steps_go(tmp_pat
     assert checkpoint.newest(tmp_path)[1]["step"] == 1_000_000
 
 
-@pytest.mark.parametrize("ranks", [1, 2], indirect=True)
+@pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_the_best_checkpoint_is_kept_beside_the_newest_and_has_a_name(tmp_path, ranks):
     def save_all(_):
         for step, best in ((3, 3), (6, 3), (9, 3), (12, 12), (15, 12)):
@@ -248,11 +248,11 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_and_has_a_name(tmp_path, 
                 assert {"step_000009", "step_000003"} <= set(names_in(tmp_path))
             dist.barrier()
 
-    ranks.each(save_all, [None] * ranks.get_world_size())
+    ranks.each(save_all, [None] * 2)
     assert names_in(tmp_path) == ["best", "step_000012", "step_000015"]  # step 3 is best no longer
     assert os.readlink(tmp_path / "best") == "step_000012"  # relative: RUN_DIR may be moved
     states = sorted(path.parts[-3] for path in tmp_path.glob("step_*/trainer/optimizer_*.pt"))
-    assert states == ["step_000015"] * ranks.get_world_size()  # the best is kept for its model
+    assert states == ["step_000015"] * 2  # the best is kept for its model
     (tmp_path / "step_000015/README.md").write_text("a card that somebody has finished")
     assert checkpoint.step_of(ranks.each(checkpoint.newest, [tmp_path] * 2)[0][0]) == 15
 
@@ -328,21 +328,12 @@ def test_a_folder_that_is_no_link_stays(tmp_path, alone):
 
 
 # --- Machines with separate disks -----------------------------------------------------
-# Which folder each rank sees -> who makes and renames what is in it
-@pytest.mark.parametrize(
-    "ranks, folders, leaders",
-    [
-        (4, "aabb", [True, False, True, False]),
-        (4, "abab", [True, True, False, False]),
-        (3, "aAb", [True, False, True]),  # the same disk, mounted elsewhere
-    ],
-    indirect=["ranks"],
-)
-def test_each_folder_has_one_rank_that_leads(tmp_path, ranks, folders, leaders):
-    (tmp_path / "A").symlink_to(tmp_path / "a")
+@pytest.mark.parametrize("ranks", [5], indirect=True)
+def test_each_folder_has_one_rank_that_makes_and_renames_what_is_in_it(tmp_path, ranks):
+    (tmp_path / "A").symlink_to(tmp_path / "a")  # the same disk, mounted elsewhere
+    seen = [tmp_path / name for name in "aAbab"]
     (tmp_path / "a").mkdir()
-    seen = [tmp_path / name for name in folders]
-    assert ranks.each(checkpoint.leads, seen) == leaders
+    assert ranks.each(checkpoint.leads, seen) == [True, False, True, False, False]
     assert not any(list(folder.iterdir()) for folder in seen)  # nothing is left
 
 
@@ -445,11 +436,9 @@ def test_a_run_resumes_with_the_same_model(tmp_path, alone, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize("name, one, other", [
-    ("MODEL", "runs/ws", "runs/ws/"), ("MODEL", "runs/ws", "./runs/ws"),
-    ("MODEL", "runs/ws", "runs/../runs//ws"), ("MODEL", "runs/ws", "{here}/runs/ws/"),
-    ("MODEL", "runs/ws", "link"), ("MODEL", "~/ws", "{home}/ws"), ("TASK", "my.py", "./my.py"),
-    ("TASK", "my.py", "{here}/my.py"), ("TASK", "gsm8k", "{root}/tasks/gsm8k.py"),
-    ("TASK", "link/../ws/my.py", "runs/ws/my.py"),
+    ("MODEL", "runs/ws", "{here}/runs/../runs//ws/"), ("MODEL", "runs/ws", "link"),
+    ("MODEL", "~/ws", "{home}/ws"), ("TASK", "my.py", "./my.py"),
+    ("TASK", "gsm8k", "{root}/tasks/gsm8k.py"), ("TASK", "link/../ws/my.py", "runs/ws/my.py"),
 ])  # fmt: skip
 def test_a_run_resumes_with_another_spelling_of_one_path(
     tmp_path, alone, capsys, monkeypatch, name, one, other
@@ -473,10 +462,8 @@ def test_a_run_resumes_with_another_spelling_of_one_path(
     ({"FINAL_LR": 0.1}, {"STEPS": 200}, ("0.55", "0.77")),
     ({"FINAL_LR": 0.1, "LR_SCHEDULE": "cosine"}, {"STEPS": 200}, ("0.55", "0.863")),
     ({}, {"LEARNING_RATE": 2.0}, ("1", "2")),
-    ({"FINAL_LR": 0.1}, {"LR_SCHEDULE": "cosine", "STEPS": 60}, ("0.55", "0.149")),
     ({"WARMUP_STEPS": 100}, {"WARMUP_STEPS": 0}, ("0.5", "1")),
     ({"FINAL_LR": 0.1}, {"FINAL_LR": 0.0}, ("0.55", "0.49")),
-    ({"FINAL_LR": 0.1}, {}, None),  # as it would have gone on
     ({"FINAL_LR": 0.1}, {"STEPS": 101}, None),  # less than a step's change
     ({"FINAL_LR": 0.1}, {"STEPS": 50}, None),  # no step is left
     ({}, {"STEPS": 200, "WEIGHT_DECAY": 0.1}, None),

@@ -1,8 +1,6 @@
 """The reference's log-probs of a group: from none, from MODEL in the trainer, and from a server."""
 
-import contextlib
 import copy
-import json
 import shutil
 import threading
 import time
@@ -11,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import a_group, move, tiny_policy
-from helpers import Replies, reply
 
 from grpo import remote as remote_module
 from grpo.options.training.refresh import RefreshedReference
@@ -20,10 +17,10 @@ from grpo.reference import (
     LocalReference,
     NoReference,
 )
-from grpo.remote import ReferenceClient, RemoteReference
+from grpo.remote import RemoteReference
 from grpo.start import make_reference
 from grpo.waits import Refused
-from grpo.wire import pack_logps, weights_of
+from grpo.wire import weights_of
 
 MEASURED = 1e-5  # rounding of float32 over batches
 
@@ -206,20 +203,6 @@ def test_a_reference_that_is_a_copy_of_the_model_is_no_teacher(tiny, tmp_path, c
     out = capsys.readouterr().out
     assert reference.info["model"] == "tiny" and "a teacher" not in out
     assert "copy', which has the weights of MODEL" in out
-
-
-@pytest.mark.parametrize("now, refused", [
-    ({"model": "copy"}, False), ({"weights": "b"}, True), ({"dtype": "bfloat16"}, True),
-])  # fmt: skip
-def test_a_server_may_start_again_with_the_model_under_another_name(now, refused):
-    info = {"model": "tiny", "dtype": "float32", "weights": "a"}
-    (group,) = groups_of((2,))
-    body = pack_logps(torch.zeros(2))
-    head = f"X-Info: {json.dumps(info | now)}\r\n"
-    client = ReferenceClient(Replies(reply(200, body, headers=head)).url, 5)
-    client.info = info
-    with pytest.raises(Refused, match="now serves") if refused else contextlib.nullcontext():
-        assert client.score([group])[0].tolist() == [0, 0]
 
 
 def test_groups_that_are_sampled_meanwhile_go_in_one_request(remote):
