@@ -63,8 +63,8 @@ def kept(name):
     try:
         yield
     finally:
-        now = shared_state()
-        if now != before and threading.current_thread() is threading.main_thread():
+        in_main = threading.current_thread() is threading.main_thread()
+        if (now := shared_state()) != before and in_main:
             from grpo.options.rewards.faults import restore
 
             restore(task_file(name), before, now)

@@ -11,16 +11,7 @@ import math
 import numbers
 import time
 
-from grpo.calls import (
-    TooSlow,
-    by_name,
-    environment_rewards,
-    kept,
-    mistake,
-    own,
-    task_file,
-    timely,
-)
+from grpo.calls import TooSlow, by_name, environment_rewards, kept, mistake, own, timely
 from grpo.log import announced
 from grpo.sample import Group, Sample
 
@@ -53,15 +44,15 @@ def begin_rewards(recipe, group):
 def answers_of(recipe, group, futures):
     """Returns what the calls of a group return, FAILED where one fails and may fail. The futures
     have their own time limit, all other calls have one together."""
-    calls, found = calls_of(recipe, group), {}
-    what = f"{task_file(recipe.c.TASK)}'s rewards of question"
-    what += f" {group.item.get('question', group.item)!r:.80}"
+    calls = calls_of(recipe, group)
+    found = [FAILED] * len(calls)
+    what = f"the rewards of question {group.item.get('question', group.item)!r:.80}"
     for number, future in futures.items():
         try:
             with announced(what):
                 found[number] = future.result(recipe.submit.limit)
         except BaseException as error:  # noqa: BLE001 (raised or counted)
-            found[number] = failed(recipe, group.item, calls[number], error)
+            fail(recipe, group.item, *calls[number], error)
     left = [number for number in range(len(calls)) if number not in futures]
     while left:
         began, seconds = time.monotonic(), recipe.c.REWARD_TIMEOUT_SECONDS
@@ -76,22 +67,19 @@ def answers_of(recipe, group, futures):
                     left.pop(0)
         except BaseException as error:  # noqa: BLE001 (raised or counted)
             if left:  # else the alarm rang after the last call
-                number = left.pop(0)
-                found[number] = failed(recipe, group.item, calls[number], error)
-    return [found[number] for number in range(len(calls))]
+                fail(recipe, group.item, *calls[left.pop(0)], error)
+    return found
 
 
-def failed(recipe, item, call, error):
-    """Returns FAILED if a call may fail (MAX_FAILED_REWARDS); else raises a TaskError."""
-    function, seen = call
+def fail(recipe, item, function, seen, error):
+    """Raises a TaskError if a call must not fail, or too many have failed (MAX_FAILED_REWARDS)."""
     given = f"; question {item!r:.500}, completion{'s' * ('group' in function)} {seen!r:.500}"
     must = "reward any text, or return None"
     failure = mistake(recipe.c.TASK, f"{function}()", must, given, error=error)
-    failure.__cause__ = error
     if not recipe.failures:
-        raise failure
-    recipe.failures.take(failure)  # raises it if there were too many
-    return FAILED
+        raise failure from error
+    failure.__cause__ = error
+    recipe.failures.take(failure)
 
 
 # --- What is made of it -----------------------------------------------------------------
