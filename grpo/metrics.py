@@ -197,7 +197,7 @@ def rollout_metrics(run, count, seconds, from_workers, sampled=()):
 def turn_metrics(groups):
     """Collective: returns means over all ranks' completions of several turns: the number of the
     model's turns, whether the task has replied at all, and the number of tokens that it added; and
-    the share of calls of TOOLS that failed (workers do not send these)."""
+    the share of calls of TOOLS that failed."""
     samples = [sample for group in groups for sample in group.samples]
     masks = [sample.is_model_token or [True] for sample in samples]
     turns = [1 + sum(a < b for a, b in itertools.pairwise(mask)) for mask in masks]

@@ -9,7 +9,6 @@ import contextlib
 import datetime
 import difflib
 import importlib.util
-import inspect
 import statistics
 import sys
 from dataclasses import dataclass, replace
@@ -28,7 +27,6 @@ from grpo.constants import real
 from grpo.log import say
 from grpo.rewards import begin_rewards, group_of, values_of
 
-FUNCTIONS = "load", "messages", "group_rewards", "reply", "gold", "sloppy"
 # The day that a chat template shows by strftime_now, on every machine and in every year: the one to
 # which Llama 3.2's template falls back
 DAY = datetime.date(2024, 7, 26)
@@ -55,10 +53,6 @@ def load_task(name):
     for function in ("load", "messages", *[rewards] * (not environment_rewards(task))):
         if not hasattr(task, function):
             raise TaskError(name, function, "is missing", "be a function, as in tasks/gsm8k.py")
-    for function, value in vars(task).items():
-        if function in FUNCTIONS and inspect.iscoroutinefunction(value):
-            must = "be a plain function; only rewards may be async"
-            raise TaskError(name, f"{function}()", "can't be async", must)
     if hasattr(task, "TOOLS") or hasattr(getattr(task, "Environment", None), "TOOLS"):
         from grpo.options.turns.tools import give_tools
 
@@ -206,9 +200,9 @@ def load_questions(recipe, tokenizer):
 
 def load_items(name, task, split):
     call, must = f"load({split!r})", 'return a list of dicts, for "train" and EVAL_SPLIT'
-    items = called(name, call, must, lambda: list(task.load(split)))
-    if not items:
-        raise TaskError(name, call, "returned no items", must)
+    are_many = lambda got: hasattr(got, "__iter__")
+    loaded = lambda: called(name, call, must, lambda: task.load(split), are_many)
+    items = called(name, call, must, lambda: list(loaded()), bool)  # a generator's code, too
     for item in items:
         if not isinstance(item, dict):
             raise TaskError(name, call, f"returned {item!r:.500}", must)

@@ -77,6 +77,19 @@ def test_an_attribute_of_an_environment_is_not_taken_for_the_calls_of_tools(toke
     assert [sample.tool_calls for sample in group.samples] == [(0, 0)] * 2
 
 
+def test_a_folder_that_environments_change_to_is_left_after_the_rollout(tokenizer, tmp_path):
+    """Each is called in a thread; the process has one folder for all."""
+
+    class Moves(Counter):
+        def reply(self, turn):
+            os.chdir(tmp_path)
+            return super().reply(turn)
+
+    recipe, before = recipe_of(tokenizer, 2, environment=Moves), os.getcwd()
+    sampled(Actor(tokenizer, ["One", "two"]), recipe, iter(recipe.prompts))
+    assert os.getcwd() == before
+
+
 def test_a_truncated_conversation_is_rewarded_and_closed_too(tokenizer):
     recipe = recipe_of(tokenizer, 3, MAX_COMPLETION_TOKENS=4)
     (group,) = sampled(Actor(tokenizer, ["One", "two"]), recipe, iter(recipe.prompts))
