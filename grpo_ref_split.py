@@ -148,7 +148,7 @@ from grpo.metrics import TokenStats, evaluate, rollout_metrics, with_kl
 from grpo.packing import plan_rounds
 from grpo.prepare import prepare
 from grpo.proof import check_sampler
-from grpo.report import check_update, log_idle, report_end, show
+from grpo.report import check_update, leaving_evidence, log_idle, report_end, show
 from grpo.sample import keep_logps
 from grpo.start import start_run
 from grpo.stop import stop
@@ -237,6 +237,7 @@ def samples_to_train(recipe, groups, step):
             if c.MASK_TRUNCATED and sample.truncated:
                 continue
             sample.trainer_old_logps, sample.on_policy = trainer_old_logps, group.version == step
+            sample.group, sample.age = group.id, step - group.version
             sample.old_logps = None if trainer_old_logps else sample.of_model(sample.logps)
             samples.append(sample)
     lengths = torch.tensor([sample.length for sample in samples])
@@ -329,7 +330,7 @@ def update(run, samples, step):
     limit = out_of_memory_names("MICRO_BATCH_TOKENS", run.sizes.micro_batch_tokens)
     with run.clock.part("backward"), cpu_threads(), limit:
         metrics = accumulate(run, samples)  # collective
-    with ranks.all_or_none():  # collective
+    with leaving_evidence(run, step, samples, metrics):  # collective
         check_sampler(metrics, run.sampler)
     with run.clock.part("step"), cpu_threads():
         taken = take_step(run.engine, rate, c.SEED)  # collective
@@ -378,8 +379,8 @@ def train(run):
                 once = metrics if number == 1 else {}  # the rollout's metrics are logged once
                 run.folder.log("metrics.jsonl", {"step": p.step} | once | trained | run.laps[-1])
                 show(bar, p.step, metrics | trained | run.laps[-1])
-                if samples:
-                    check_update(run, trained, samples)
+            if samples:
+                check_update(run, trained, samples)  # collective
 
 
 def end_rollout(run, before):

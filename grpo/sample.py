@@ -38,6 +38,10 @@ class Sample:
     ref_logps: list[float] | None = None  # of the reference; None if KL_BETA is 0
     advantage: float = 0.0
     weight: float = 0.0  # of each of the model's tokens in the step's loss
+    group: str = ""  # its group's id
+    age: int = 0  # updates between the policy that sampled it and the rollout's first update
+    # The trainer's log-probs of the model's tokens in the last update; None: another rank's
+    trainer_logps: list[float] | None = None
     # The old log-probs of the model's tokens; None: those of the rollout's first update
     old_logps: list[float] | None = None
     # Whether the old log-probs are the trainer's: it sampled all groups of the rollout, with the
@@ -91,10 +95,10 @@ class Group:
 
 
 def keep_logps(batch, logps):
-    """Keeps the log-probs (N,) of a micro-batch's samples if they are those of a rollout's first
-    update: its next updates, on the same samples and off-policy, take them as the old ones."""
+    """Keeps the log-probs (N,) of a micro-batch's samples: as evidence, and if they are those of a
+    rollout's first update as the old ones of its next updates, which are off-policy."""
     parts = logps.cpu().split([sample.length for sample in batch])
     for sample, part in zip(batch, parts, strict=True):
-        sample.on_policy = False
+        sample.on_policy, sample.trainer_logps = False, part.tolist()
         if sample.old_logps is None:
-            sample.old_logps = part.tolist()
+            sample.old_logps = sample.trainer_logps

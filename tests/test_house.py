@@ -71,6 +71,7 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "sampling.plain_decoder": "grpo.decoder",  # a model without a KV cache
     "sampling.stop_strings": "grpo.policy",  # STOP_STRINGS
     "sampling.vllm_policy": "grpo.policy grpo.prepare",  # SAMPLER, and what it needs
+    "training.evidence": "grpo.report",  # a check of log-probs has failed
     "training.lora": "grpo.policy grpo.reference",  # LORA_RANK
     "training.recut": "grpo.checkpoint",  # a checkpoint of another number of ranks
     "training.refresh": "grpo.start",  # REFERENCE_REFRESH_STEPS

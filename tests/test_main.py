@@ -121,7 +121,10 @@ def test_what_ends_a_run_within_a_rollout_is_saved_with_the_updates_that_were_ma
     script.write_text(f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'tests')]}\n{text}")
     (rank,) = start_ranks(1, [sys.executable, script, "broken"], tmp_path / "log")
     assert rank.wait(120) == 1
-    assert "the sampler differs" in (tmp_path / "log").read_text()
+    text = (tmp_path / "log").read_text()
+    assert "the sampler differs\n" in text and f"step {at + 2}: its samples" in text
+    evidence = json.loads((tmp_path / f"run/bad_step_{at + 2:06d}.json").read_text())
+    assert evidence["why"] == "the sampler differs" and len(evidence["samples"]) == 16
     (saved,) = (tmp_path / "run").glob("step_*")
     state = json.loads((saved / "trainer/state.json").read_text())
     made = [r["step"] for r in records(tmp_path / "run") if "loss" in r]
