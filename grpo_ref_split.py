@@ -168,8 +168,9 @@ def sample_rollout(run):
     c, p, clock, counts, sampled = run.c, run.progress, run.clock, Counter(), []
     with clock.part("wait"), ranks.all_or_none():  # collective
         from_workers = run.workers.take(p.step)
-        mine = [(group, run.reference.logps(group)) for group in from_workers]
-    taken = ranks.sum_over_ranks(len(from_workers))  # collective
+        to_train = [group for group in from_workers if not group.skipped]
+        mine = [(group, run.reference.logps(group)) for group in to_train]
+    taken = ranks.sum_over_ranks(len(mine))  # collective
     missing = c.PROMPTS_PER_STEP - taken if c.TRAINER_SAMPLES else 0
     begun, most = 0, max(0, missing) * (1 + c.MAX_REFILLS)
     p.begin_rollout()
@@ -185,7 +186,7 @@ def sample_rollout(run):
         ):
             for group in sample_share(run, number, begun, counts):
                 sampled.append(group)
-                if not (group.flat and c.SKIP_FLAT_GROUPS):  # a server scores it meanwhile
+                if not group.skipped:  # a server scores it meanwhile
                     mine.append((group, run.reference.logps(group)))
         usable = ranks.sum_over_ranks(len(mine) - before)  # collective
         p.count_round(groups=number, usable=usable)
@@ -211,7 +212,7 @@ def sample_share(run, number, begun, counts):
     for group in groups:  # lines 7, 8
         counts.update(tally := rollout.tally(run.recipe, group))  # flat groups too
         group.id, group.version = f"{step:06d}-{rank:04d}-{counts['groups']:04d}", step
-        group.flat = bool(tally["flat"])
+        group.skipped = bool(tally["skipped"])
         yield group
 
 

@@ -164,7 +164,6 @@ def rollout_metrics(run, count, from_workers, sampled=()):
     count["trainer_tokens"] = count["tokens"]
     for group in from_workers:
         count.update(tally(recipe, group))
-        count.update(group.skipped)
     total = add_up(count)  # collective
     p.groups += int(total["groups"])
     n, groups = max(total["completions"], 1), max(total["groups"], 1)

@@ -2,14 +2,17 @@
 
 import contextlib
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from grpo.devices import out_of_memory_names, release_memory
+from grpo.forward import CompletionModel
 from grpo.log import announced, say
 from grpo.models import as_umask, can_cache, check_context, load_model, stop_ids, vocab_size_of
+from grpo.proof import NOISE
 from grpo.sampler import completion_text, stream_groups
+from grpo.scoring import score_batch
 
 
 @dataclass
@@ -23,6 +26,12 @@ class Policy:
     stop_strings: object = None  # StopStrings, or None
     lora: bool = False  # whether adapters are trained, and the model itself is frozen
     contexts: tuple = ()  # functions, called before sampling: each returns a context for it
+    sizes: dict = field(default_factory=dict)  # of "auto" constants: what only this sampler knows
+
+    @property
+    def noise(self):
+        """The largest mean k3 to its log-probs that counts as rounding."""
+        return NOISE[self.dtype]
 
     def stream(self, prompts, *, seed, **settings):
         """Samples groups with the current weights; see sampler.stream_groups.
@@ -54,6 +63,19 @@ class Policy:
 
     def text(self, completion):
         return completion_text(self.tokenizer, completion, self.eos_ids)
+
+    def logps(self, prompt, completion):
+        """Returns the log-probs (floats, temperature 1) of the completion's ids."""
+        model = CompletionModel(self.model)
+        (logps,) = score_batch(model, [prompt], [completion], 1.0, self.vocab_size)
+        return logps.tolist()
+
+    def load(self, tensors):
+        """A worker's: takes the trainer's trained weights. Raises ValueError, and changes nothing,
+        if they do not fit."""
+        from grpo.options.workers.weights import load_weights
+
+        load_weights(self.model, tensors)
 
     def follow(self, step):
         """Returns an empty context: this policy samples with the weights that are trained."""

@@ -19,11 +19,6 @@ TILT = 0.03
 EVIDENCE = 200.0  # nats^2 of surprise (about 1000 tokens), below which TILT is not checked
 
 
-def noise_of(policy):
-    """Returns the largest mean k3 to a policy's log-probs that counts as rounding."""
-    return getattr(policy, "noise", NOISE[policy.dtype])
-
-
 def check_gap(gap, limit, what):
     if not gap <= limit:  # also if it is NaN
         raise RuntimeError(
@@ -41,7 +36,7 @@ def check_sampler(metrics, sampler):
         return
     if "sampler_k3" in metrics:
         what = "trainer and sampler should have the same weights, but differ"
-        check_gap(metrics["sampler_k3"], noise_of(sampler), what)
+        check_gap(metrics["sampler_k3"], sampler.noise, what)
     tilt = metrics.get("sampler_tilt", 0.0)
     if abs(tilt) > TILT:
         raise RuntimeError(

@@ -85,7 +85,7 @@ class RunFolder:
         highest advantage first. Ranks but 0 write nothing."""
         if dist.get_rank() != 0:
             return
-        step, c, decode = run.progress.step + 1, run.recipe.c, run.policy.tokenizer.decode
+        step, decode = run.progress.step + 1, run.policy.tokenizer.decode
         item, numbered = group.item, enumerate(group.samples)
         for i, sample in sorted(numbered, key=lambda pair: -pair[1].advantage):
             record = {
@@ -99,7 +99,7 @@ class RunFolder:
                 "completion": decode(sample.ids),
                 "rewards": sample.rewards,
                 "advantage": sample.advantage,
-                "flat": bool(c.SKIP_FLAT_GROUPS and group.flat),
+                "flat": group.skipped,
                 "truncated": sample.truncated,
                 "sampler": group.sampler,
                 "policy_version": group.version,

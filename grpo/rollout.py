@@ -132,7 +132,7 @@ def tally(recipe, group):
     sums |= {f"applicable_{name}": len(values) for name, values in applicable.items()}
     return sums | {
         "groups": 1,
-        "flat": by_reward if skip == "reward" else by_outcome,
+        "skipped": {"reward": by_reward, "outcome": by_outcome}.get(skip, 0),
         "flat_outcome": by_outcome,
         "flat_reward": by_reward,
         "completions": len(samples),

@@ -7,7 +7,7 @@ comment states otherwise. Only the sockets have another form (grpo/wire.py).
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -72,8 +72,7 @@ class Group:
     id: str = ""  # unique in its run; a step trains its groups in the order of their ids
     sampler: str = "trainer"  # or a worker's name
     version: int = 0  # the number of steps of the policy that sampled
-    flat: bool = False  # whether it has zero variance (rollout.tally)
-    skipped: dict = field(default_factory=dict)  # a worker's flat groups before it: their tally()
+    skipped: bool = False  # whether it is not trained, as it has zero variance (rollout.tally)
     run: str = ""  # a worker's group: the run whose policy it had
     outcome: str = ""  # a worker's group: the reward that decides correctness
 

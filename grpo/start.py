@@ -41,7 +41,7 @@ def fit_sizes(c, policy, sampler, batch_loss, turns):
 
     A checkpoint keeps the numbers, and a run that resumes logs which have changed.
     """
-    found = {name: getattr(c, name) for name in USUAL} | getattr(sampler, "sizes", {})
+    found = {name: getattr(c, name) for name in USUAL} | sampler.sizes
     auto = [name for name in USUAL if found[name] == "auto"]
     if auto and accelerator():
         from grpo.options.gpu.sizes import try_sizes

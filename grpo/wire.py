@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from grpo.models import vocab_size_of
 from grpo.sample import Group, Sample
 
-PROTOCOL = 5  # trainer, server and workers need the same; raise it if routes or blobs change
+PROTOCOL = 6  # trainer, server and workers need the same; raise it if routes or blobs change
 
 WEIGHTS = 256  # of each parameter of a model, about, that its hash reads
 
@@ -37,7 +37,7 @@ TENSORS = {  # of a group
     "rewards": torch.float32,  # (G, K), a column for each of reward_names
 }
 METADATA = {"id": str, "run": str, "version": int, "index": int, "sampler": str, "outcome": str}
-METADATA |= {"skipped": dict, "reward_names": list}  # as in Group; K texts
+METADATA |= {"reward_names": list}  # K texts
 
 
 # --- Ids to score -----------------------------------------------------------------------
@@ -186,18 +186,12 @@ def require(holds, reason):
         raise ValueError(reason)
 
 
-def is_count(x):
-    """Returns whether a JSON value is a number that can be added up: finite, and below 2^53."""
-    return type(x) in (int, float) and abs(x) < 1 << 53
-
-
 def check_group(meta, tensors):
     """Raises ValueError with the reason if the parts of a group's blob do not fit one another."""
-    lengths, names, skipped = tensors["completion_lengths"], meta["reward_names"], meta["skipped"]
+    lengths, names = tensors["completion_lengths"], meta["reward_names"]
     check_parts("completion", tensors["completion_ids"], lengths)
-    kinds = all(type(x) is str for x in [*names, *skipped]) and all(map(is_count, skipped.values()))
-    unique = kinds and len(set(names)) == len(names)
-    require(unique, "reward_names must be different texts, and skipped numbers by name")
+    unique = all(type(x) is str for x in names) and len(set(names)) == len(names)
+    require(unique, "reward_names must be different texts")
     require(meta["version"] >= 0, f"version must be 0 or more, got {meta['version']}")
     require(meta["outcome"] in names, f"outcome must be in reward_names, got {meta['outcome']!r}")
     G, N = len(lengths), len(tensors["completion_ids"])

@@ -25,7 +25,6 @@ def make_group(lengths=(3, 1, 2), *, seed=0, prompt=4, **changes):
         logps = [-p for p in numbers(size)]
         samples.append(Sample(ids(size), logps, truncated < 0.5, rewards=named))
     facts = {"id": f"group-{seed:03d}", "run": "run", "version": 7, "outcome": "correct"}
-    facts |= {"skipped": {"groups": 2, "reward_format": -0.5}}
     return Group(3, None, prompt, samples, **facts | changes)
 
 

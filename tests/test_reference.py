@@ -15,7 +15,6 @@ from helpers import Replies, reply
 from grpo import reference as module
 from grpo import remote as remote_module
 from grpo.options.training.refresh import RefreshedReference
-from grpo.options.workers.policy_proof import logps_of
 from grpo.proof import check_reference
 from grpo.reference import (
     LocalReference,
@@ -48,7 +47,7 @@ GROUPS = groups_of((3, 1), (2, 7), (4,))
 
 
 def own_logps(policy, group):
-    return torch.tensor([p for s in group.samples for p in logps_of(policy, s.prompt, s.ids)])
+    return torch.tensor([p for s in group.samples for p in policy.logps(s.prompt, s.ids)])
 
 
 def gap(reference, policy):

@@ -47,7 +47,7 @@ def test_lengths_that_cost_differently_make_a_group_differ_in_reward_not_in_outc
         ("reward", {}, 1), ("reward", cut, 0), ("outcome", cut, 1)
     ):  # fmt: skip
         count = tally_of(a_recipe(SKIP_FLAT_GROUPS=skip, **changes), group)
-        assert (count["flat"], count["flat_reward"]) == (flat, int(not changes))
+        assert (count["skipped"], count["flat_reward"]) == (flat, int(not changes))
     assert count["total"] == 2 * 3.25 - 1 - 0.5 and count["reward_correctness"] == 2
 
 
@@ -78,7 +78,7 @@ def test_a_group_is_flat_if_its_outcome_or_its_total_reward_is_constant(rewards,
     for criterion in ("outcome", "reward", False):
         counts = tally_of(a_recipe(SKIP_FLAT_GROUPS=criterion), group)
         assert (counts["flat_outcome"], counts["flat_reward"]) == (outcome, reward)
-        assert counts["flat"] == (reward if criterion == "reward" else outcome)
+        assert counts["skipped"] == {"outcome": outcome, "reward": reward}.get(criterion, 0)
 
 
 NAN = float("nan")
@@ -97,7 +97,7 @@ def test_rewards_that_do_not_apply_are_in_no_sum(rewards, flat, right):
     lengths, cut = (1, 1, 1), (False,) * 3
     group = a_group([list(map(float, r)) for r in rewards], lengths=lengths, truncated=cut)
     counts = tally_of(a_recipe(), group)
-    assert (counts["flat"], counts["right"]) == (flat, right)
+    assert (counts["skipped"], counts["right"]) == (flat, right)
     for name, values in zip(NAMES, zip(*rewards, strict=True), strict=True):
         applicable = [value for value in values if not math.isnan(value)]
         assert counts[f"reward_{name}"] == sum(applicable)

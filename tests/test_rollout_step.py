@@ -1,5 +1,6 @@
 """A step's groups, of all ranks and workers, with and without a server."""
 
+import dataclasses
 import json
 import math
 import threading
@@ -22,7 +23,6 @@ from fakes import (
     a_run,
     prompts_of,
     sampled,
-    tally_of,
 )
 
 import grpo_ref_split as trainer
@@ -203,16 +203,15 @@ def test_samples_are_a_whole_group_with_all_that_is_known(alone, tmp_path):
     }  # fmt: skip
 
 
-LONG = Sample([7, 7, 7, 2], [-1.0] * 4, rewards={"correctness": 1, "format": 0.5})
-FLAT = Group(0, None, [5], [LONG])
+LONG = Sample([7, 7, 7, 2], [-1.0] * 4, rewards={"correctness": 1, "format": 0.5}, total=2.5)
+FLAT = Group(7, None, [5], [LONG])
 
 
 def a_workers(number, *, version=0):
-    """-> groups as a worker hands them over; the first has the tally of a flat one, too."""
+    """-> groups as a worker hands them over."""
     groups = []
     for i in range(number):
         ids = {"id": f"worker-{version}-{i}", "version": version, "sampler": "worker"}
-        ids["skipped"] = tally_of(a_recipe(), FLAT) if i == 0 else {}
         rewards = [[1.0, -1.0], [-1.0, -1.0]]
         groups.append(a_group(rewards, run="run", index=90 + i, **ids))
     return groups
@@ -225,6 +224,7 @@ class Arrived(Workers):
         self.c, self.lock = a_recipe(**constants).c, threading.Lock()
         self.heard, self.dropped = {}, 0
         self.groups, self.error = deque(groups), None
+        self.skipped = deque([dataclasses.replace(FLAT, skipped=True)])
 
 
 def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone):
@@ -235,9 +235,9 @@ def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone):
         [MIXED] * 9, step=3, engine=engine, reference=reference, **theirs
     )
     assert sorted(g.index for g in groups) == [0, 90, 91] and engine.asked == [1, 0]
-    assert [g.index for g in sampled] == [0, 90, 91]
+    assert [g.index for g in sampled] == [0, 90, 91, 7]
     assert reference.asked == [90, 91, 0]  # workers' groups are scored while the rest is sampled
-    # and the flat group that the worker left out counts too
+    # and the flat group that is not trained counts too
     assert metrics["groups_sampled"] == 4 and metrics["frac_outcome_zero_std"] == 1 / 4
     assert metrics["completions/mean_length"] == (3 + 4 + 4 + 4) / 7
     assert (metrics["staleness"], metrics["staleness_max"]) == (4 / 3, 2)

@@ -20,7 +20,6 @@ from helpers import LIMITS, VOCAB, call, make_group, refused
 import ref_server
 from grpo.log import in_background
 from grpo.options.workers.gate import listen
-from grpo.options.workers.policy_proof import logps_of
 from grpo.remote import ReferenceClient
 from grpo.wire import facts_of, pack_ids, unpack_ids, unpack_logps, weights_of
 from ref_server import Reference, Request, answer_all, make_app, take
@@ -117,7 +116,7 @@ def reference(tiny):
 
 def expected(policy, group):
     """-> the policy's log-probs of a group, sequence by sequence."""
-    return torch.tensor([p for s in group.samples for p in logps_of(policy, s.prompt, s.ids)])
+    return torch.tensor([p for s in group.samples for p in policy.logps(s.prompt, s.ids)])
 
 
 def test_scores_are_the_models_own_log_probs(reference, tiny):

@@ -166,10 +166,6 @@ BAD = [
     {"index": None},
     {"run": ["run"]},
     {"id": "\ud800"},
-    {"skipped": [1]},
-    {"skipped": {"groups": "2"}},
-    {"skipped": {"groups": 10**400}},
-    {"skipped": {"groups": torch.nan}},
     {"version": -1},
 ]
 
@@ -183,7 +179,7 @@ def test_a_group_that_does_not_fit_itself_is_refused(wrong):
 
 def test_a_group_of_another_version_is_told_to_update_whatever_its_tensors_are():
     body = safetensors.torch.save({"own": torch.ones(1)}, {"grpo": json.dumps({"protocol": 4})})
-    with pytest.raises(ValueError, match="protocol must be 5: update the older side"):
+    with pytest.raises(ValueError, match="protocol must be 6: update the older side"):
         unpack_group(body)
 
 

@@ -18,7 +18,7 @@ SIZES = {"PROMPTS_PER_STEP": 4, "MAX_STALENESS": 2, "WAIT_LIMIT_SECONDS": 5}
 class Policy(FakeEngine):
     """Its weights are a vector, which it proves to have by giving it away as log-probs."""
 
-    dtype, vocab_size = "float32", 400
+    dtype, noise, vocab_size = "float32", 1e-6, 400
 
     def __init__(self, version=0):
         super().__init__()
@@ -36,9 +36,6 @@ class Policy(FakeEngine):
 
     def logps(self, prompt, completion):
         return self.model.w.tolist()
-
-    def continuation(self, prompt, size):
-        return Sample([3, 4, 5], self.logps([], []), True)
 
     def rest(self):
         self.rests += 1
@@ -58,6 +55,7 @@ def serving(folder, *, outcomes=(MIXED,) * 9, run="run", trainer="http://127.0.0
     own = SIZES | {"TRAINER": trainer, "TRAINER_SAMPLES": False, "RUN_DIR": str(folder)}
     recipe = a_recipe(prompts_of(outcomes), **own | constants)
     workers = Workers(recipe.c, recipe, Policy(), run)
+    workers.proof = [5, 6], [3, 4, 5]  # what sample_proof would sample, once
     change(workers, TRAINER=f"http://127.0.0.1:{workers.server.effective_port}")
     try:
         yield workers

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
 from grpo.commands.merge import merge
-from grpo.options.workers.policy_proof import logps_of
 
 PROMPT, COMPLETION = [5, 6, 7, 8], [40, 41, 42, 2]
 
@@ -26,7 +25,7 @@ def adapter(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapter")
     policy = tiny_policy(tiny, drift=0.1, lora_rank=4)
     policy.save(folder)
-    return folder, logps_of(policy, PROMPT, COMPLETION)
+    return folder, policy.logps(PROMPT, COMPLETION)
 
 
 def test_the_command_makes_a_model_that_computes_what_the_adapted_one_does(
@@ -37,8 +36,8 @@ def test_the_command_makes_a_model_that_computes_what_the_adapted_one_does(
     runpy.run_path("grpo/commands/merge.py", run_name="__main__")
     out = tiny_policy(tmp_path / "out", "auto")
     # Measured: 2e-6 at most
-    assert logps_of(out, PROMPT, COMPLETION) == pytest.approx(expected, abs=2e-5)
-    assert logps_of(tiny_policy(tiny), PROMPT, COMPLETION) != pytest.approx(expected, abs=0.1)
+    assert out.logps(PROMPT, COMPLETION) == pytest.approx(expected, abs=2e-5)
+    assert tiny_policy(tiny).logps(PROMPT, COMPLETION) != pytest.approx(expected, abs=0.1)
     assert not list((tmp_path / "out").glob("adapter*"))
     assert out.eos_ids == tiny_policy(tiny).eos_ids
 

@@ -30,7 +30,7 @@ from grpo.options.sampling.stop_strings import StopStrings
 from grpo.options.training.lora import adapters_off, merge_adapters
 from grpo.options.workers.weights import check_shapes
 from grpo.proof import NOISE, TF32_NOISE
-from grpo.sample import Prompt, Sample
+from grpo.sample import Sample
 from grpo.sampler import completion_text, next_prompts
 
 SEQUENCES = 256  # SAMPLE_BATCH if it is "auto"
@@ -69,32 +69,31 @@ class VLLMPolicy:
 
     # --- Sampling ---------------------------------------------------------------------
     def stream(
-        self, prompts, *, group_size, max_sequences, seed, max_new_tokens=0, longest_prompt=None,
-        **settings,
+        self, prompts, *, group_size, max_sequences, seed, max_new_tokens, temperature,
+        longest_prompt=None,
     ):  # fmt: skip
         """Yields (key, completions) as sampler.stream_groups does, each group as soon as its last
         completion has ended, while others begin in the place of those that have ended. The same
         `seed` draws the same on a CPU. Raises ValueError if a prompt leaves no room within
         max_tokens, RuntimeError if the weights are broken."""
         engine, draw, keys = self.llm.llm_engine, random.Random(seed), {}  # keys by request
-        stops = None if "eos_ids" in settings else self.stop_strings
         self._wake()
         try:
             while True:
                 room = (max_sequences - engine.get_num_unfinished_requests()) // group_size
                 for key, ids, number, limit in next_prompts(prompts, room):
-                    parts = {"n": group_size, "max_new_tokens": limit or max_new_tokens} | settings
                     for _ in range(number):  # completion i is drawn with seed + i
-                        keys[self._begin(ids, seed=draw.getrandbits(62), **parts)] = key
+                        most, bits = limit or max_new_tokens, draw.getrandbits(62)
+                        keys[self._begin(ids, group_size, bits, most, temperature)] = key
                 if not keys:
                     return
                 for output in engine.step():
-                    completions = [read_completion(c, stops) for c in output.outputs]
+                    completions = [read_completion(c, self.stop_strings) for c in output.outputs]
                     yield keys.pop(output.request_id), completions
         finally:  # also if the stream fails, or is not read to its end
             engine.abort_request(list(keys))
 
-    def _begin(self, ids, *, n, seed, max_new_tokens, temperature, eos_ids=None):
+    def _begin(self, ids, n, seed, max_tokens, temperature):
         """Adds a prompt to what vLLM samples; returns the request's id."""
         if len(ids) >= self.max_tokens:
             raise ValueError(f"a prompt leaves no room within max_tokens = {self.max_tokens}")
@@ -103,21 +102,13 @@ class VLLMPolicy:
             n=n,
             seed=seed,
             temperature=temperature,
-            max_tokens=max_new_tokens,
-            stop_token_ids=self.eos_ids if eos_ids is None else eos_ids,
+            max_tokens=max_tokens,
+            stop_token_ids=self.eos_ids,
             logprobs=0,
-            **(stops_at(self.stop_strings) if eos_ids is None else {}),
+            **stops_at(self.stop_strings),
         )
         self.llm.llm_engine.add_request(request, {"prompt_token_ids": list(ids)}, params)
         return request
-
-    def continuation(self, prompt, size):
-        """Returns a Sample of exactly `size` ids, sampled after the prompt at temperature 1;
-        no EOS ends it."""
-        settings = {"max_new_tokens": size, "temperature": 1.0, "eos_ids": [], "seed": 0}
-        prompts = iter([Prompt(0, prompt)])
-        ((_, group),) = self.stream(prompts, group_size=1, max_sequences=1, **settings)
-        return group[0]
 
     def text(self, completion):
         return completion_text(self.tokenizer, completion, self.eos_ids)

@@ -7,7 +7,8 @@
 A policy is a safetensors file of the trained weights. Its record holds the run, the version
 (updates made), the file's size and hash, the settings that a worker must share, and a proof: the
 trainer's log-probs of one of its completions. A worker computes these log-probs with the weights
-that it has loaded, and refuses to sample if they differ by more than rounding.
+that it has loaded, and refuses to sample if they differ by more than rounding. Whether a group has
+zero variance is decided here, so workers send all.
 """
 
 import shutil
@@ -25,11 +26,13 @@ from grpo.options.workers.policy_proof import proof_of, sample_proof
 from grpo.options.workers.shared_settings import settings_of
 from grpo.options.workers.weights import trained_weights
 from grpo.rewards import total_of
+from grpo.rollout import tally
 from grpo.waits import Wait
 from grpo.wire import sha256_of, unpack_group
 
 MAX_GROUP_BYTES = 16 << 20  # of one group: 64 completions of 8192 tokens are 6 MB
 THREADS = 16  # requests served at once; none of them waits
+SKIPPED = 256  # groups of zero variance that are kept until a step counts them
 ACTIVE_SECONDS = 30  # a worker that has been silent for longer gets no share of the room
 
 
@@ -43,6 +46,7 @@ class Workers:
         self.lock = threading.Lock()
         self.record = None  # of the newest policy
         self.groups = deque()  # the groups that wait to be trained, oldest first
+        self.skipped = deque(maxlen=SKIPPED)  # those that are only counted
         self.ids = deque(maxlen=10_000)  # a group arrives twice if the first answer was lost
         self.heard = {}  # {worker: when it last asked for a policy}
         self.dropped = 0  # groups that were too old, or of steps that were undone
@@ -87,11 +91,12 @@ class Workers:
         group.item = self.prompts[group.index][1]
         for sample in group.samples:
             sample.total = total_of(self.recipe, sample)
+        group.skipped = bool(tally(self.recipe, group)["skipped"])
         with self.lock:
             if group.id not in self.ids:
-                if len(self.groups) >= self.c.PROMPTS_PER_STEP:
+                if len(self.groups) >= self.c.PROMPTS_PER_STEP and not group.skipped:
                     raise Busy(f"{len(self.groups)} groups wait for the next step")
-                self.groups.append(group)
+                (self.skipped if group.skipped else self.groups).append(group)
                 self.ids.append(group.id)
         return {"refused": ""}
 
@@ -137,9 +142,9 @@ class Workers:
             raise self.error
 
     def take(self, step):
-        """Returns at most PROMPTS_PER_STEP waiting groups; exactly that number if only workers
-        sample (TRAINER_SAMPLES). Drops and counts groups whose policy is more than MAX_STALENESS
-        updates old, or of later steps, which were undone when the run resumed."""
+        """Returns at most PROMPTS_PER_STEP waiting groups, exactly that number if only workers
+        sample (TRAINER_SAMPLES), and all that are skipped. Drops and counts groups whose policy is
+        more than MAX_STALENESS updates old, or of later steps, which were undone by a resume."""
         groups, wait = [], Wait(f"workers' groups at {self.c.TRAINER}", self.c.WAIT_LIMIT_SECONDS)
         while (missing := self.c.PROMPTS_PER_STEP - len(groups)) > 0:
             with self.lock:
@@ -156,6 +161,9 @@ class Workers:
                 raise self.error
             else:
                 wait.sleep(f"{missing} groups are missing; active workers: {workers}", pause=0.05)
+        with self.lock:
+            groups += self.skipped
+            self.skipped.clear()
         return groups
 
     def metrics(self, groups, step):

@@ -12,7 +12,6 @@ import os
 import socket
 import tempfile
 import time
-from collections import Counter
 
 import safetensors.torch
 
@@ -21,9 +20,8 @@ from grpo.log import tell
 from grpo.options.gpu.sample_sizes import fit_worker
 from grpo.options.workers.policy_proof import check_proof
 from grpo.options.workers.shared_settings import check_settings, settings_of
-from grpo.options.workers.weights import load_weights
 from grpo.policy import make_policy
-from grpo.rollout import Stream, sampled_and_rewarded, seed_of, tally
+from grpo.rollout import Stream, sampled_and_rewarded, seed_of
 from grpo.waits import Wait
 from grpo.wire import pack_group, sha256_of
 
@@ -44,10 +42,9 @@ def worker_policy(c, tokenizer, turns):
 def run_worker(policy, recipe, name=None):
     """Samples until no trainer has answered for WAIT_LIMIT_SECONDS; then it raises TooLong.
 
-    `policy` has stream, text, rest, dtype and tokenizer, as policy.Policy, and load, logps and
-    continuation, as VLLMPolicy; for a task with reply() also eos_ids. `recipe.batch` is set. Raises
-    RuntimeError if its log-probs differ from the trainer's, SystemExit if its model or its settings
-    differ.
+    `policy` has stream, text, load, logps, rest, dtype, noise and tokenizer, as policy.Policy, and
+    for a task with reply() eos_ids. `recipe.batch` is set. Raises RuntimeError if its log-probs
+    differ from the trainer's, SystemExit if its model or its settings differ.
     """
     worker = Worker(policy, recipe, name or unique_name())
     wait, fresh = None, False  # fresh: the loaded policy has not sampled yet
@@ -87,7 +84,6 @@ class Worker:
         self.loaded = {"run": "", "version": -1, "sha256": ""}
         self.held = 0  # groups that were started and are not sent yet
         self.asked = 0.0  # when it last requested room, on the monotonic clock
-        self.skipped = Counter()  # the tally of zero-variance groups since the last usable one
         self.groups = 0  # sampled in all
 
     def lacks(self, record):
@@ -109,15 +105,10 @@ class Worker:
                 return False
             weights = safetensors.torch.load_file(path)  # mapped, also when the file is closed
         try:
-            if hasattr(self.policy, "load"):  # vLLM's
-                self.policy.load(weights)
-            else:
-                load_weights(self.policy.model, weights)
+            self.policy.load(weights)
         except ValueError as error:
             raise SystemExit(f"policy {version} does not fit this MODEL: {error}") from error
         gap = check_proof(self.policy, record)
-        if record["run"] != self.loaded["run"]:
-            self.skipped = Counter()  # they are of a run that has ended
         self.loaded = record
         tell(
             f"policy {version} of {record['run']}: {record['bytes'] / 1e6:.1f} MB in"
@@ -129,33 +120,23 @@ class Worker:
     def sample(self, room):
         """Samples `room` groups, and more while there is room and no newer policy. Groups that were
         started are always finished: the first groups to end would favour short completions."""
-        started, counts, refused = time.perf_counter(), Counter(), 0
+        started, groups, tokens, refused = time.perf_counter(), 0, 0, 0
         run, version, first = self.loaded["run"], self.loaded["version"], self.order.position
         self.held = 0
         prompts, seed = self.prompts(room), seed_of(self.name, run, version, first)
         for group in sampled_and_rewarded(self.policy, self.recipe, prompts, seed=seed):
-            counted = tally(self.recipe, group)
-            counts.update(counted)
-            if counted["flat"] and self.c.SKIP_FLAT_GROUPS:
-                self.skipped.update(counted)
-            else:
-                group.id = f"{self.name}-{first:08d}-{counts['groups']:04d}"
-                group.run, group.version = run, version
-                refused += bool(self.send(group))
+            groups, tokens = groups + 1, tokens + len(group.ids)
+            group.id = f"{self.name}-{first:08d}-{groups:04d}"
+            group.run, group.version = run, version
+            group.sampler, group.outcome = self.name, self.recipe.outcome
+            refused += bool(self.trainer.put_group(pack_group(group)))
             self.held -= 1
-        self.groups += counts["groups"]
+        self.groups += groups
+        speed = tokens / (time.perf_counter() - started)
         tell(
-            f"policy {version}: {counts['groups']} groups ({counts['flat']} with zero variance,"
-            f" {refused} refused), {counts['tokens'] / (time.perf_counter() - started):.0f}"
-            f" tokens/s; {self.groups} groups in all"
+            f"policy {version}: {groups} groups ({refused} refused), {speed:.0f} tokens/s;"
+            f" {self.groups} groups in all"
         )
-
-    def send(self, group):
-        """Sends a group, with the tally of the zero-variance groups before it. Returns the reason
-        if it is refused, else ""."""
-        group.sampler, group.outcome = self.name, self.recipe.outcome
-        group.skipped, self.skipped = dict(self.skipped), Counter()
-        return self.trainer.put_group(pack_group(group))
 
     def prompts(self, room):
         """Yields the next prompts: first `room` of them, then more as the trainer has room; None

@@ -4,10 +4,10 @@ The yardstick is the text of all ids, decoded after each of them. The tiny model
 so its texts are full of characters that are cut in two."""
 
 import pytest
-from fakes import tiny_policy
+from fakes import a_recipe, tiny_policy
 
 from grpo.options.sampling.stop_strings import StopStrings
-from grpo.options.workers.policy_proof import continuation
+from grpo.options.workers.policy_proof import sample_proof
 from grpo.sample import Prompt
 from grpo.sampler import sample_groups
 
@@ -97,4 +97,5 @@ def test_a_policy_has_them_but_not_where_it_proves_its_weights(tiny):
         iter([Prompt(0, PROMPTS[0])]), seed=0, temperature=1.0, **settings
     )
     assert any(policy.text(c)[-1:] in ("a", "e", "1") for c in group)
-    assert continuation(policy, PROMPTS[0], 60) == continuation(plain, PROMPTS[0], 60)
+    recipe = a_recipe([(0, {}, PROMPTS[0])], MAX_COMPLETION_TOKENS=60)
+    assert sample_proof(policy, recipe) == sample_proof(plain, recipe)
