@@ -19,7 +19,6 @@ from concurrent.futures import Future
 import torch
 
 from grpo.forward import CompletionModel
-from grpo.log import say
 from grpo.scoring import score_groups
 
 
@@ -33,6 +32,7 @@ class NoReference:
 
     def __init__(self):
         self.info = {"model": None}  # other references: the model's name, and its dtype
+        self.what = "none"
         self.budget = 0  # of a LocalReference
 
     def logps(self, group):
@@ -64,17 +64,16 @@ class LocalReference:
         self.info = {"model": c.REFERENCE or c.MODEL, "dtype": policy.dtype}
         self.waiting = []  # [(group, its Answer)]
         self.budget = c.MICRO_BATCH_TOKENS  # of a batch; "auto" until start_run knows what fits
-        self.adapters, what, model = None, "a copy of MODEL", policy.model
+        self.adapters, self.what, model = None, "a copy of MODEL", policy.model
         if c.REFERENCE:
             from grpo.options.training.teacher import load_teacher
 
-            what, model, self.info["model"] = load_teacher(c, policy)
+            self.what, model, self.info["model"] = load_teacher(c, policy)
         elif c.LORA_RANK:
             from grpo.options.training.lora import ReferenceAdapters
 
-            what = "the policy's model without its adapters"
+            self.what = "the policy's model without its adapters"
             self.adapters = ReferenceAdapters(model)
-        say(f"the reference is {what}")
         self.model = CompletionModel(model)
         if model is policy.model and not self.adapters:
             self.model = copied(self.model)

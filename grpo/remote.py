@@ -34,6 +34,7 @@ class RemoteReference:
         if theirs and theirs == weights_of(policy.model):
             say(f"{self.info['model']} at {server.url} has the weights of MODEL = {model!r}")
             self.info = self.info | {"model": model}  # it is no teacher
+        self.what = f"{self.info['model']} at {server.url}"
         self.asked = queue.SimpleQueue()
         in_background(self._ask)
 

@@ -63,6 +63,22 @@ def test_a_second_main_in_a_process_has_nothing_of_the_first(tiny, tmp_path):
     launch(1, command_of("grpo_ref_split", *presets, unsaved), tmp_path / "log")
     kept = {path.name for path in (tmp_path / "unsaved").iterdir()}
     assert kept == {".lock", "run.json", "metrics.jsonl", "samples.jsonl"}
+    uses = [
+        json.loads(Path(preset["RUN_DIR"], "run.json").read_text())["uses"] for preset in presets
+    ]
+    threads = len(os.sched_getaffinity(0))
+    assert uses[1] == {
+        "ranks": f"1 on cpu, {threads} CPU threads each",
+        "dtype": "float32",
+        "sampler": "torch, SharedDecoder",
+        "attention": "packed, in buckets",
+        "loss": "in chunks, by torch",
+        "reference": "a copy of MODEL",
+        "rewards": "in the main thread",
+    }
+    assert uses[0] == uses[1] | {"reference": "none"}  # KL_BETA = 0
+    line = "; ".join(f"{name}: {what}" for name, what in uses[1].items())
+    assert line in (tmp_path / "log").read_text()
     task = {"REWARD_WEIGHTS": {"a": 2.0, "b": 1.0}, "OUTCOME": "b", "SAMPLE_BATCH": 80}
     none = {"REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward", "SAMPLE_BATCH": 64}
     for preset, own in zip(presets, (task, none), strict=True):
