@@ -148,7 +148,7 @@ from grpo.metrics import TokenStats, evaluate, rollout_metrics, with_kl
 from grpo.packing import plan_rounds
 from grpo.prepare import prepare
 from grpo.proof import check_sampler
-from grpo.report import check_update, log_idle, report_end, show
+from grpo.report import check_update, leaving_evidence, log_idle, report_end, show
 from grpo.sample import keep_logps
 from grpo.start import start_run
 from grpo.stop import stop
@@ -235,7 +235,7 @@ def samples_to_train(recipe, groups, step):
     for group in groups:
         for sample in group.samples:
             if not (c.MASK_TRUNCATED and sample.truncated):
-                sample.version = group.version
+                sample.group, sample.version = group.id, group.version
                 samples.append(sample)
     lengths = torch.tensor([sample.length for sample in samples])
     weights = plain_loss.token_weights(
@@ -318,8 +318,7 @@ def accumulate(run, samples, old, version):
             engine.backward(0 * loss)  # collective
             continue
         means.add(loss, stats)
-        if old == "now":
-            keep_logps(batch, stats["logps"])  # line 6
+        keep_logps(batch, stats["logps"], first=old == "now")  # line 6
         # A loss that is not finite may have a finite gradient: NaN makes all ranks skip the step
         scale = torch.where(loss.detach().isfinite(), 1.0, torch.nan)
         engine.backward(scale * loss)  # collective
@@ -335,7 +334,7 @@ def update(run, samples, step, old):
     limit = out_of_memory_names("MICRO_BATCH_TOKENS", run.sizes.micro_batch_tokens)
     with run.clock.part("backward"), cpu_threads(), limit:
         metrics = accumulate(run, samples, old, version=step - 1)  # collective
-    with ranks.all_or_none():  # collective
+    with leaving_evidence(run, step, samples, metrics):  # collective
         check_sampler(metrics, run.sampler)
     with run.clock.part("step"), cpu_threads():
         taken = take_step(run.engine, rate, c.SEED)  # collective
@@ -385,8 +384,8 @@ def train(run):
                 once = metrics if number == 1 else {}  # the rollout's metrics are logged once
                 run.folder.log("metrics.jsonl", {"step": p.step} | once | trained | run.laps[-1])
                 show(bar, p.step, metrics | trained | run.laps[-1])
-                if samples:
-                    check_update(run, trained, samples)
+            if samples:
+                check_update(run, trained, samples)  # collective
 
 
 def end_rollout(run, before):
