@@ -443,6 +443,8 @@ def main(**given):
     report_end(run, asked)
 
 
+@ranks.no_child_stays()
+@stop.listening(at_once=True)
 def worker(**given):
     """Samples for the trainer at TRAINER until the trainer is gone."""
     from grpo.options.workers.worker import run_worker, worker_policy
