@@ -3,12 +3,11 @@
 import io
 import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from processes import python
 
 import grpo_ref_split as trainer
 import ref_server
@@ -17,7 +16,6 @@ from grpo.checks import KINDS, settled
 from grpo.engine import training_threads
 from grpo.log import say
 
-ROOT = Path(__file__).parent.parent
 SCRIPTS = {"grpo_ref_split.py": trainer, "ref_server.py": ref_server}
 
 
@@ -110,10 +108,7 @@ def test_help_is_the_usage(given, capsys):
 )
 def test_a_wrong_command_is_told_before_torch_is_imported(command, named, tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('imported')")
-    script, *words = command.split()
-    env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, ROOT / script, *words]
-    done = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
+    done = python(*command.split(), PYTHONPATH=str(tmp_path))
     assert (done.returncode, done.stdout) == (1, "")
     assert named in done.stderr and "imported" not in done.stderr
 
@@ -173,10 +168,8 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
     source = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     source += "signal.raise_signal(signal.SIGINT)"  # a shell's `&` would ignore it
     (tmp_path / "torch.py").write_text(source)
-    env = os.environ | {"PYTHONPATH": str(tmp_path)}
     for script in ("grpo_ref_split.py", "ref_server.py"):
-        command = [sys.executable, ROOT / script]
-        done = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
+        done = python(script, PYTHONPATH=str(tmp_path))
         assert done.returncode and done.stderr.split("\n") == ["", "ended by Ctrl-C", ""], script
 
 
@@ -250,7 +243,6 @@ def test_constants_cant_be_set_and_a_change_is_a_copy():
     ["evaluate.py", "a", "b"],
 ])  # fmt: skip
 def test_python_without_docstrings_is_refused_in_a_line(words):
-    command = [sys.executable, "-OO", *words]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    ended = python("-OO", *words)
     assert ended.returncode == 1 and not ended.stdout
     assert re.fullmatch("python -OO .* leave it out\n", ended.stderr)
