@@ -295,9 +295,9 @@ def test_links_follow_what_the_resumed_checkpoint_knows(tmp_path, alone):
 
     assert resumed() == (3, 0.5) and os.readlink(tmp_path / "best") == "step_000003"
     assert not os.path.lexists(tmp_path / "final")  # until the run has ended again
-    assert resumed(KEEP_BEST=False) == (-1, -1) and not os.path.lexists(tmp_path / "best")
+    assert resumed(KEEP_BEST=False) == (None, None) and not os.path.lexists(tmp_path / "best")
     shutil.rmtree(tmp_path / "step_000003")
-    assert resumed() == (-1, -1)  # so the next evaluation is the best
+    assert resumed() == (None, None)  # so the next evaluation is the best
     assert not os.path.lexists(tmp_path / "best")
 
 
@@ -306,7 +306,7 @@ def test_the_best_is_the_first_to_have_reached_its_result_and_never_the_model_it
     for progress.step, accuracy in enumerate((0.3, 0.2, 0.3, 0.5, 0.5, 0.4)):
         progress.take_evaluation(accuracy, keep_best=True)
         seen.append(progress.best)
-    assert seen == [-1, -1, -1, 3, 3, 3]
+    assert seen == [None, None, None, 3, 3, 3]
     assert (progress.accuracy, progress.evaluated, progress.best_accuracy) == (0.4, 5, 0.5)
     progress.take_evaluation(0.9, keep_best=False)
     assert progress.best == 3
@@ -314,7 +314,7 @@ def test_the_best_is_the_first_to_have_reached_its_result_and_never_the_model_it
 
 def test_a_folder_that_is_no_link_stays(tmp_path, alone):
     (tmp_path / "best").mkdir()  # somebody's copy
-    for step in (3, -1):
+    for step in (3, None):
         checkpoint.point(tmp_path, "best", step)
     assert (tmp_path / "best").is_dir()
 

@@ -1,5 +1,6 @@
 """The reference's log-probs of a group: from none, from MODEL in the trainer, and from a server."""
 
+import copy
 import shutil
 import threading
 import time
@@ -9,7 +10,6 @@ import pytest
 import torch
 from fakes import a_group, move, tiny_policy
 
-from grpo import reference as module
 from grpo import remote as remote_module
 from grpo.options.training.refresh import RefreshedReference
 from grpo.proof import check_reference
@@ -49,15 +49,22 @@ def own_logps(policy, group):
 
 def gap(reference, policy):
     """-> how far the reference's log-probs are from the policy's."""
-    answers = [(reference.logps(group), own_logps(policy, group)) for group in GROUPS]
-    return max((answer.result() - own).abs().max().item() for answer, own in answers)
+    groups = copy.deepcopy(GROUPS)
+    reference.fill(groups, 24)
+    pairs = [(torch.tensor(ref_of(group)), own_logps(policy, group)) for group in groups]
+    return max((mine - own).abs().max().item() for mine, own in pairs)
+
+
+def ref_of(group):
+    return [p for sample in group.samples for p in sample.ref_logps]
 
 
 # --- None -------------------------------------------------------------------------------
 def test_without_a_kl_penalty_there_is_no_reference():
     reference = make_reference(constants(KL_BETA=0), policy=None, server=None)
     assert isinstance(reference, NoReference) and reference.info == {"model": None}
-    assert reference.logps(GROUPS[0]).result() is None
+    reference.ask(GROUPS[0])
+    reference.fill(GROUPS[:1], 24)
 
 
 # --- Here -------------------------------------------------------------------------------
@@ -70,21 +77,6 @@ def test_here_the_reference_is_model_whatever_the_policy_becomes(lora_rank, tiny
     move(policy.model, 0.1)
     assert gap(reference, tiny_policy(tiny)) < MEASURED < 0.01 < gap(reference, policy)
     assert [p.requires_grad for p in policy.model.parameters()] == before
-
-
-def test_all_that_were_asked_for_are_scored_together_when_the_first_is_needed(tiny, monkeypatch):
-    policy, asked = tiny_policy(tiny), []
-    reference, run = LocalReference(constants(), policy), module.score_groups
-
-    def noted(model, groups, **settings):
-        asked.append(len(groups))
-        return run(model, groups, **settings)
-
-    monkeypatch.setattr(module, "score_groups", noted)
-    first, second, third = map(reference.logps, GROUPS)
-    assert asked == [] and not first.done()
-    assert second.result().shape == (9,) and first.done() and third.done()
-    assert first.result().shape == (4,) and asked == [3]
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
@@ -162,12 +154,13 @@ class FakeServer:
 
 @pytest.fixture
 def remote(capsys):
-    """-> (server, reference) of which one request has been sent, and its answer."""
+    """-> (server, reference, group): a group was asked for."""
     server = FakeServer()
     reference = make_reference(constants(), None, server)
     assert isinstance(reference, RemoteReference) and reference.info == server.info
     assert "a teacher, not MODEL: theirs" in capsys.readouterr().out
-    first = reference.logps(GROUPS[0])
+    first = copy.deepcopy(GROUPS[0])
+    reference.ask(first)
     while not server.asked:
         time.sleep(0.001)
     yield server, reference, first
@@ -214,32 +207,34 @@ def test_a_reference_that_is_a_copy_of_the_model_is_no_teacher(tiny, tmp_path, c
 
 def test_groups_that_are_sampled_meanwhile_go_in_one_request(remote):
     server, reference, first = remote
-    others = [reference.logps(group) for group in GROUPS]
+    groups = copy.deepcopy(GROUPS)
+    for group in groups:
+        reference.ask(group)
     server.gate.release(2)
-    assert torch.equal(first.result(), torch.tensor(GROUPS[0].ids).float())
-    for answer, group in zip(others, GROUPS, strict=True):
-        assert torch.equal(answer.result(), torch.tensor(group.ids).float())
+    reference.fill([first, *groups], 24)
+    assert all(ref_of(group) == group.ids for group in [first, *groups])
     assert server.asked == [1, 3]
 
 
 def test_a_request_is_bounded(remote, monkeypatch):
-    server, reference, _ = remote
+    server, reference, first = remote
     tokens = len(GROUPS[0].prompt) + 4  # 2 completions
     monkeypatch.setattr(remote_module, "REQUEST_TOKENS", tokens + 2)
-    answers = [reference.logps(GROUPS[0]) for _ in range(5)]
+    for _ in range(5):
+        reference.ask(first)
     server.gate.release(9)
-    assert [len(answer.result()) for answer in answers] == [4] * 5
+    reference.fill([first] * 6, 24)
     assert server.asked == [1, 2, 2, 1]
 
 
 def test_an_error_reaches_those_who_wait_for_it_and_the_next_are_asked_for(remote):
     server, reference, first = remote
-    second = reference.logps(GROUPS[1])
     server.fault = Refused("another reference")  # a SystemExit, in a thread
-    server.gate.release(2)
-    for answer in (first, second):
-        with pytest.raises(Refused, match="another reference"):
-            answer.result()
+    server.gate.release()
+    with pytest.raises(Refused, match="another reference"):
+        reference.fill([first], 24)
     server.fault = None
     server.gate.release()
-    assert len(reference.logps(GROUPS[2]).result()) == 4
+    reference.ask(first)
+    reference.fill([first], 24)
+    assert ref_of(first) == first.ids

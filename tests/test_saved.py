@@ -110,7 +110,7 @@ def test_all_files_have_the_mode_that_the_umask_gives(
         progress, reference = SimpleNamespace(reference=1), SimpleNamespace(weights=weights)
         c = SimpleNamespace(MODEL="m", LORA_RANK=0, TASK="t", STEPS=1, EVAL_QUESTIONS=9)
         c.EVAL_SPLIT, c.STOP_STRINGS = "test", []
-        state = {"step": 1, "progress": {"evaluated": -1}, "constants": {}}
+        state = {"step": 1, "progress": {"accuracy": None}, "constants": {}}
         parts = {"policy": tiny_policy(tiny), "progress": progress, "reference": reference}
         write_shared(SimpleNamespace(c=c, **parts), tmp_path / "checkpoint", state)
     finally:
