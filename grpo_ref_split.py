@@ -357,31 +357,38 @@ def train(run):
             checkpoint.point(c.RUN_DIR, "final", p.saved if done else -1)  # -1: none
             return asked
         run.clock.lap()  # evaluations and checkpoints are not part of a step
-        before, place = p.step, checkpoint.place_of(run)
+        place = checkpoint.place_of(run)
         with checkpoint.back_if_failed(run, place):
             groups, metrics, sampled = sample_rollout(run)  # collective; lines 5, 7, 8, 9
             with ranks.all_or_none():  # collective
-                samples = samples_to_train(run.recipe, groups, before)  # line 6
-                if sampled:
-                    run.folder.log_samples(run, sampled[(before + 1) % len(sampled)])
-        p.idle = 0 if samples else p.idle + 1
-        if not samples:
-            log_idle(run, metrics, groups)
-        updates = min(c.UPDATES_PER_ROLLOUT, c.STEPS - before) if samples else 1
-        for number in range(1, updates + 1):  # line 10
-            with checkpoint.back_if_failed(run, place):
-                trained = update(run, samples, p.step + 1) if samples else {}  # collective
-            p.step += 1  # after line 11: a checkpoint has the number of steps that were made
-            place = checkpoint.place_of(run)
-            with ranks.all_or_none():  # collective
-                if number == updates:
-                    end_rollout(run, before)
-                run.laps.append(run.clock.lap())
-                once = metrics if number == 1 else {}  # the rollout's metrics are logged once
-                run.folder.log("metrics.jsonl", {"step": p.step} | once | trained | run.laps[-1])
-                show(bar, p.step, metrics | trained | run.laps[-1])
-            if samples:
-                check_update(run, trained, samples)  # collective
+                run.folder.log_samples(run, sampled)
+        train_on(run, groups, metrics, place, c.STEPS, bar)  # collective; lines 6, 10, 11
+
+
+def train_on(run, groups, metrics, place, last, bar):
+    """Collective: makes the updates on a rollout's groups, none after step `last`, and logs them.
+    `metrics` are the rollout's, `place` is the run's before it."""
+    c, p, before = run.c, run.progress, run.progress.step
+    with checkpoint.back_if_failed(run, place), ranks.all_or_none():  # collective
+        samples = samples_to_train(run.recipe, groups, before)  # line 6
+    p.idle = 0 if samples else p.idle + 1
+    if not samples:
+        log_idle(run, metrics, groups)
+    updates = min(c.UPDATES_PER_ROLLOUT, last - before) if samples else 1
+    for number in range(1, updates + 1):  # line 10
+        with checkpoint.back_if_failed(run, place):
+            trained = update(run, samples, p.step + 1) if samples else {}  # collective
+        p.step += 1  # after line 11: a checkpoint has the number of steps that were made
+        place = checkpoint.place_of(run)
+        with ranks.all_or_none():  # collective
+            if number == updates:
+                end_rollout(run, before)
+            run.laps.append(run.clock.lap())
+            once = metrics if number == 1 else {}  # the rollout's metrics are logged once
+            run.folder.log("metrics.jsonl", {"step": p.step} | once | trained | run.laps[-1])
+            show(bar, p.step, metrics | trained | run.laps[-1])
+        if samples:
+            check_update(run, trained, samples)  # collective
 
 
 def end_rollout(run, before):

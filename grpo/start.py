@@ -126,14 +126,15 @@ def make_reference(c, policy, server):
 
 
 def uses_of(c, policy, sampler, engine, recipe, reference):
-    """Returns what a run really uses, texts by name: what fails its trial has been replaced."""
+    """Returns what a run really uses, by name: what fails its trial has been replaced."""
     model, weight = engine.module, next(policy.model.parameters())
     device = torch.cuda.get_device_name() if weight.is_cuda else weight.device.type
     packed = "packed, in one kernel" if model.varlen else "packed, in buckets"
     chunks = "in chunks, by Triton" if use_triton(weight) else "in chunks, by torch"
     beside = recipe.submit or environment_rewards(recipe.task)
     return {
-        "ranks": f"{dist.get_world_size()} on {device}, {training_threads()} CPU threads each",
+        "ranks": dist.get_world_size(),
+        "device": f"{device}, {training_threads()} CPU threads a rank",
         "dtype": policy.dtype,
         "sampler": sampler.describe(c),
         "attention": packed if model.packs else "each completion with its prompt",

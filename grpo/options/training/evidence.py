@@ -79,13 +79,18 @@ def summary(samples, other):
 
 
 # --- What is kept -----------------------------------------------------------------------
-def keep_evidence(run, step, samples, metrics, why, other="sampler"):
-    """Collective: rank 0 writes the file of an update with all ranks' `samples`. Returns a text
-    that names the file and the worst tokens. Keeps the files of the last IDLE_LIMIT such steps."""
+def gather_logps(samples):
+    """Collective: gives each rank the trainer's log-probs of all samples of an update."""
     mine = {i: s.trainer_logps for i, s in enumerate(samples) if s.trainer_logps is not None}
     for part in gathered(mine):  # collective; each rank has those of the samples it trained
         for number, logps in part.items():
             samples[number].trainer_logps = logps
+
+
+def keep_evidence(run, step, samples, metrics, why, other="sampler"):
+    """Collective: rank 0 writes the file of an update with all ranks' `samples`. Returns a text
+    that names the file and the worst tokens. Keeps the files of the last IDLE_LIMIT such steps."""
+    gather_logps(samples)  # collective
     tokens = sorted(tokens_of(samples, other), key=lambda token: -size_of(token, other))[:WORST]
     worst = [token | {"text": run.policy.tokenizer.decode([token["id"]])} for token in tokens]
     path = run.folder.path / f"bad_step_{step:06d}.json"
