@@ -14,12 +14,9 @@ import signal
 import sys
 import threading
 import time
-import traceback
-from pathlib import Path
 
 from grpo import log
 
-ROOT = Path(__file__).parents[1]
 GRACE_SECONDS = 10  # from the time limit until code that does not stop is ended with its process
 
 
@@ -31,44 +28,57 @@ class TaskError(SystemExit):
         super().__init__(f"{task_file(name)}: {function} {got}: it must {must}")
 
 
-HELPER = "import a file of its folder by its name, as in `import helper`, and choose a name that"
-HELPER += " no module of Python's or of grpo-split has"
-SOONER = "answer within REWARD_TIMEOUT_SECONDS; raise that constant if it needs longer"
-
-
 def called(name, function, must, call, holds=lambda got: True):
     """Returns the result of `call`, which calls a task's function. Raises TaskError with the line
     if it fails, if holds(result) is false, or if timely() around it ends it."""
     try:
-        got = call()
-    except TooSlow as error:
-        raise TaskError(name, function, f"took more than {error.seconds} s", SOONER) from None
-    except TaskError:  # of a call within this one
-        raise
-    except (Exception, SystemExit) as error:
-        file = Path(name).expanduser() if name.endswith(".py") else ROOT / task_file(name)
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [f.lineno for f in frames if Path(f.filename).resolve() == file.resolve()]
-        lines += [error.lineno] if isinstance(error, SyntaxError) else []
-        at = f", line {lines[-1]}" if lines else ""
-        why = f"failed with {type(error).__name__}{at}: {error}"
-        at_path = name.endswith(".py")
-        must = HELPER if at_path and is_of_helper(error, file.resolve().parent) else must
-        raise TaskError(name, function, why, must) from error
+        with kept(name):
+            got = call()
+    except BaseException as error:
+        raise mistake(name, function, must, error=error) from error
     if not holds(got):
-        raise TaskError(name, function, f"returned {got!r:.500}", must)
+        raise mistake(name, function, must, got=got)
     return got
 
 
-def is_of_helper(error, folder):
-    """Returns whether a task could not import a file of its folder: the import is relative, or
-    Python has another module of that name."""
-    module = getattr(error, "obj", None)  # an AttributeError's, else the name is an ImportError's
-    name = getattr(module, "__name__", str(getattr(error, "name", None))).partition(".")[0]
-    is_there = (folder / f"{name}.py").exists() or (folder / name).is_dir()
-    found = Path(getattr(sys.modules.get(name), "__file__", None) or "/").resolve()
-    is_other = name in sys.modules and folder not in found.parents
-    return "relative import" in str(error) or (is_there and is_other)
+def mistake(name, function, must, given="", error=None, got=None):
+    """Returns the TaskError of a task's function, called with the values `given`, that has raised
+    `error` or else returned `got`. Raises an error that is no mistake: a TaskError of a call within
+    this one, and the user's Ctrl-C."""
+    from grpo.options.rewards import faults
+
+    if isinstance(error, TaskError) or faults.is_ctrl_c(error):
+        raise error
+    if isinstance(error, TooSlow):
+        why, must = f"took more than {error.seconds} s", faults.SOONER
+    else:
+        why, must = faults.described(task_file(name), must, error, got)
+    return TaskError(name, function, why + given, must)
+
+
+@contextlib.contextmanager
+def kept(name):
+    """Undoes what the block, a task's code, changes in the process (shared_state), and logs it."""
+    before = shared_state()
+    try:
+        yield
+    finally:
+        in_main = threading.current_thread() is threading.main_thread()
+        if (now := shared_state()) != before and in_main:
+            from grpo.options.rewards.faults import restore
+
+            restore(task_file(name), before, now)
+
+
+def shared_state():
+    """Returns what all code of the process shares, and a run needs as it was: the folder of
+    relative paths, torch's grad mode and its default dtype."""
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:  # it has been removed
+        folder = ""
+    torch = sys.modules.get("torch")
+    return folder, *((torch.is_grad_enabled(), torch.get_default_dtype()) if torch else ())
 
 
 def task_file(name):
@@ -96,8 +106,11 @@ def by_name(rewards):
 
 def own(name, item):
     """Returns a copy of a question for one call: what the task changes in it stays there."""
-    must = "have nothing that copy.deepcopy refuses: keep a connection or a lock in the module"
-    return called(name, f"the question {item!r:.200}", must, lambda: copy.deepcopy(item))
+    try:
+        return copy.deepcopy(item)
+    except Exception as error:
+        must = "have nothing that copy.deepcopy refuses: keep a connection or a lock in the module"
+        raise mistake(name, f"the question {item!r:.200}", must, error=error) from error
 
 
 class TooSlow(BaseException):

@@ -19,7 +19,7 @@ from grpo.reference import is_teacher
 from grpo.rollout import sampled_and_rewarded, tally
 from grpo.stop import stop
 
-PARTS = ("sample", "reward", "wait", "backward", "step", "publish", "other")
+PARTS = ("sample", "reward", "score", "wait", "backward", "step", "publish", "other")
 # Names in the per-token results of batch_loss
 LOSS = ("ratio", "kl", "k1", "clip_low", "clip_high", "entropy")
 SAMPLER = ("mismatch", "sampler_ratio")  # trainer against sampler
@@ -156,11 +156,12 @@ def evaluate(policy, step, recipe, prompts):
     return {f"eval_{k}": total[name] / total[of] for k, (name, of) in shares.items() if total[of]}
 
 
-def rollout_metrics(run, count, from_workers, sampled=()):
+def rollout_metrics(run, count, seconds, from_workers, sampled=()):
     """Collective: returns metrics over the groups that all ranks and workers sampled for a rollout,
     and counts these in the run's progress. The sums in `count` (rollout.tally) are over the groups
-    that this rank has `sampled`; `from_workers` are workers' groups that it has received."""
-    recipe, p, seconds = run.recipe, run.progress, run.clock.parts["sample"]
+    that this rank has `sampled`, in so many `seconds`; `from_workers` are workers' groups that it
+    has received."""
+    recipe, p = run.recipe, run.progress
     count["trainer_tokens"] = count["tokens"]
     for group in from_workers:
         count.update(tally(recipe, group))
@@ -196,7 +197,7 @@ def rollout_metrics(run, count, from_workers, sampled=()):
 def turn_metrics(groups):
     """Collective: returns means over all ranks' completions of several turns: the number of the
     model's turns, whether the task has replied at all, and the number of tokens that it added; and
-    the share of calls of TOOLS that failed (workers do not send these)."""
+    the share of calls of TOOLS that failed."""
     samples = [sample for group in groups for sample in group.samples]
     masks = [sample.is_model_token or [True] for sample in samples]
     turns = [1 + sum(a < b for a, b in itertools.pairwise(mask)) for mask in masks]

@@ -190,22 +190,23 @@ def log_idle(run, metrics, groups):
     kept = f"{len(groups)} of {metrics['groups_sampled']} groups were kept"
     names = "accuracy", "reward", "frac_outcome_zero_std", "frac_reward_zero_std"
     found = ", ".join(f"{name} {metrics[name]:.2f}" for name in names if name in metrics)
-    run.idle_reason = (
+    why = (
         f"{kept} (SKIP_FLAT_GROUPS = {c.SKIP_FLAT_GROUPS!r}, OUTCOME = {run.recipe.outcome!r}:"
         f" {found}), and {cut} (MASK_TRUNCATED = {c.MASK_TRUNCATED}, MAX_COMPLETION_TOKENS ="
         f" {c.MAX_COMPLETION_TOKENS})"
     )
     if c.MASK_TRUNCATED and (groups or metrics["completions/clipped_ratio"] == 1):  # all of them
-        run.idle_reason += "; raise that limit, or train on them: MASK_TRUNCATED = False"
+        why += "; raise that limit, or train on them: MASK_TRUNCATED = False"
     if metrics.get("tools/call_share") == 0:
-        why = "is STOP_STRINGS right, or does the model make no call?"
-        run.idle_reason += f"; reply() never returned a text: {why}"
+        why += "; reply() never returned a text: is STOP_STRINGS right, or does the model make no"
+        why += " call?"
     if metrics.get("rewards/failed") == 1:
-        run.idle_reason = (
+        why = (
             f"no completion had a reward: {' and '.join(functions_of(run.recipe.task))} returned"
             " None for all of them, or failed; is a service that the task asks down?"
         )
-    say(f"step {p.step + 1} trains nothing ({p.idle} in a row): {run.idle_reason}")
+    p.idle_reason = why
+    say(f"step {p.step + 1} trains nothing ({p.idle} in a row): {why}")
 
 
 def note_accuracies(metrics):
@@ -237,7 +238,7 @@ def report_end(run, asked):
         raise SystemExit(f"stopped by {stop.asked or 'a signal'}; step {p.step} {is_saved}")
     if p.idle >= c.IDLE_LIMIT:
         raise SystemExit(
-            f"{p.idle} steps in a row had nothing to train on; in the last one {run.idle_reason}."
+            f"{p.idle} steps in a row had nothing to train on; in the last one {p.idle_reason}."
             f" Read {c.RUN_DIR}/samples.jsonl: is TASK = {c.TASK!r} too easy or too hard, or are"
             " its rewards wrong? Or has the model broken down (LEARNING_RATE too high)?"
         )
@@ -260,7 +261,7 @@ def model_card(c, state):
     )
     step, p = state["step"], state["progress"]
     kind = f"A LoRA adapter of rank {c.LORA_RANK} for" if c.LORA_RANK else "A model trained from"
-    found = p["evaluated"] >= 0 and p["accuracy"] >= 0  # -1: OUTCOME applied to none
+    found = p["accuracy"] is not None
     result = f"{p['accuracy']:.3f} after step {p['evaluated']}" if found else "none"
     constants = "\n".join(f"{name} = {value!r}" for name, value in state["constants"].items())
     ends = "the tokens `eos_token_id` of `generation_config.json`"

@@ -11,7 +11,7 @@ import math
 import numbers
 import time
 
-from grpo.calls import TaskError, TooSlow, by_name, environment_rewards, own, task_file, timely
+from grpo.calls import TooSlow, by_name, environment_rewards, kept, mistake, own, timely
 from grpo.log import announced
 from grpo.sample import Group, Sample
 
@@ -44,15 +44,15 @@ def begin_rewards(recipe, group):
 def answers_of(recipe, group, futures):
     """Returns what the calls of a group return, FAILED where one fails and may fail. The futures
     have their own time limit, all other calls have one together."""
-    calls, found = calls_of(recipe, group), {}
-    what = f"{task_file(recipe.c.TASK)}'s rewards of question"
-    what += f" {group.item.get('question', group.item)!r:.80}"
+    calls = calls_of(recipe, group)
+    found = [FAILED] * len(calls)
+    what = f"the rewards of question {group.item.get('question', group.item)!r:.80}"
     for number, future in futures.items():
         try:
             with announced(what):
                 found[number] = future.result(recipe.submit.limit)
-        except (Exception, TooSlow) as error:  # noqa: BLE001 (raised or counted)
-            found[number] = failed(recipe, group.item, calls[number], error)
+        except BaseException as error:  # noqa: BLE001 (raised or counted)
+            fail(recipe, group.item, *calls[number], error)
     left = [number for number in range(len(calls)) if number not in futures]
     while left:
         began, seconds = time.monotonic(), recipe.c.REWARD_TIMEOUT_SECONDS
@@ -65,28 +65,21 @@ def answers_of(recipe, group, futures):
                     if time.monotonic() - began > seconds:  # the task has caught TooSlow
                         raise TooSlow(what, seconds)
                     left.pop(0)
-        except (Exception, SystemExit, TooSlow) as error:  # a task's sys.exit() is a mistake, too
-            if isinstance(error, TaskError):  # of own()
-                raise
+        except BaseException as error:  # noqa: BLE001 (raised or counted)
             if left:  # else the alarm rang after the last call
-                number = left.pop(0)
-                found[number] = failed(recipe, group.item, calls[number], error)
-    return [found[number] for number in range(len(calls))]
+                fail(recipe, group.item, *calls[left.pop(0)], error)
+    return found
 
 
-def failed(recipe, item, call, error):
-    """Returns FAILED if a call may fail (MAX_FAILED_REWARDS); else raises a RuntimeError."""
-    (function, seen), slow = call, isinstance(error, TooSlow)
-    why = f"{error}; raise REWARD_TIMEOUT_SECONDS if it needs longer" if slow else repr(error)
-    failure = RuntimeError(
-        f"{task_file(recipe.c.TASK)}: {function}() failed: {why}; question {item!r},"
-        f" {'completions' if 'group' in function else 'completion'} {seen!r}"
-    )
+def fail(recipe, item, function, seen, error):
+    """Raises a TaskError if a call must not fail, or too many have failed (MAX_FAILED_REWARDS)."""
+    given = f"; question {item!r:.500}, completion{'s' * ('group' in function)} {seen!r:.500}"
+    must = "reward any text, or return None"
+    failure = mistake(recipe.c.TASK, f"{function}()", must, given, error=error)
     if not recipe.failures:
         raise failure from error
     failure.__cause__ = error
-    recipe.failures.take(failure)  # raises it if there were too many
-    return FAILED
+    recipe.failures.take(failure)
 
 
 # --- What is made of it -----------------------------------------------------------------
@@ -109,7 +102,8 @@ def reward_texts(recipe, item, texts):
     """Returns the rewards of texts, as rewarded() gives them to sampled completions. The turns of
     one with several are played again if its environment rewards it."""
     group = group_of(recipe, item, texts)
-    rewarded(recipe, group, begin_rewards(recipe, group))
+    with kept(recipe.c.TASK):
+        rewarded(recipe, group, begin_rewards(recipe, group))
     return [sample.rewards for sample in group.samples]
 
 
@@ -138,8 +132,7 @@ def values_of(recipe, group, futures):
         is_list = hasattr(together, "__getitem__") and not isinstance(together, str | dict)
         if not is_list or len(together) != size:
             must = f"return a list of {size} rewards, or dicts of rewards: one for each text"
-            got = f"returned {together!r:.500}"
-            raise TaskError(recipe.c.TASK, "group_rewards()", got, must)
+            raise mistake(recipe.c.TASK, "group_rewards()", must, got=together)
         columns.append(together)
     return [merged(recipe, parts) for parts in zip(*columns, strict=True)]
 
@@ -151,7 +144,7 @@ def merged(recipe, parts):
     values = {name: value for part in named for name, value in part.items()}
     if len(values) < sum(map(len, named)):
         functions = "Environment.rewards(), rewards() and group_rewards()"
-        raise TaskError(recipe.c.TASK, functions, f"returned {named!r:.500}", "use different names")
+        raise mistake(recipe.c.TASK, functions, "use different names", got=named)
     return values
 
 
@@ -163,17 +156,11 @@ def floats_of(recipe, item, text, values):
         floats = {name: as_float(values[name]) for name in names}
         if all(values[name] is None or math.isfinite(floats[name]) for name in names):
             return floats
-    is_set = recipe.c.REWARD_WEIGHTS or hasattr(recipe.task, "REWARD_WEIGHTS")
-    source = (
-        "REWARD_WEIGHTS" if is_set else "the rewards of an empty completion (no REWARD_WEIGHTS)"
-    )
-    raise TaskError(
-        recipe.c.TASK,
-        " and ".join(functions_of(recipe.task)),
-        f"returned {values!r:.500} for the question {item!r} and the completion {text!r}",
-        "return a value (a number below 1e30, True, False or None: does not apply) for each name in"
-        f' {source}, {names}, as a dict, or the bare value if "reward" is the only name',
-    )
+    from grpo.options.rewards.faults import must_return
+
+    given = f" for the question {item!r} and the completion {text!r}"
+    functions, must = " and ".join(functions_of(recipe.task)), must_return(recipe)
+    raise mistake(recipe.c.TASK, functions, must, given, got=values)
 
 
 def functions_of(task):

@@ -13,6 +13,7 @@ from collections import deque
 
 import torch
 
+from grpo.calls import kept
 from grpo.rewards import begin_rewards, rewarded
 from grpo.sample import Group, Prompt
 
@@ -76,12 +77,13 @@ def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.null
             rewarded(recipe, group, futures)
         return group
 
-    for group in sampled(policy, recipe, prompts, seed=seed):
-        waiting.append((group, begin_rewards(recipe, group)))
-        while waiting and all(future.done() for future in waiting[0][1].values()):
+    with kept(recipe.c.TASK):
+        for group in sampled(policy, recipe, prompts, seed=seed):
+            waiting.append((group, begin_rewards(recipe, group)))
+            while waiting and all(future.done() for future in waiting[0][1].values()):
+                yield finish(*waiting.popleft())
+        while waiting:
             yield finish(*waiting.popleft())
-    while waiting:
-        yield finish(*waiting.popleft())
 
 
 def groups_to_begin(missing, flat_share, most):

@@ -9,7 +9,6 @@ import contextlib
 import datetime
 import difflib
 import importlib.util
-import inspect
 import statistics
 import sys
 from dataclasses import dataclass, replace
@@ -28,7 +27,6 @@ from grpo.constants import real
 from grpo.log import say
 from grpo.rewards import begin_rewards, group_of, values_of
 
-FUNCTIONS = "load", "messages", "group_rewards", "reply", "gold", "sloppy"
 # The day that a chat template shows by strftime_now, on every machine and in every year: the one to
 # which Llama 3.2's template falls back
 DAY = datetime.date(2024, 7, 26)
@@ -55,10 +53,6 @@ def load_task(name):
     for function in ("load", "messages", *[rewards] * (not environment_rewards(task))):
         if not hasattr(task, function):
             raise TaskError(name, function, "is missing", "be a function, as in tasks/gsm8k.py")
-    for function, value in vars(task).items():
-        if function in FUNCTIONS and inspect.iscoroutinefunction(value):
-            must = "be a plain function; only rewards may be async"
-            raise TaskError(name, f"{function}()", "can't be async", must)
     if hasattr(task, "TOOLS") or hasattr(getattr(task, "Environment", None), "TOOLS"):
         from grpo.options.turns.tools import give_tools
 
@@ -99,15 +93,15 @@ def module_name(file):
 
 
 # --- What a run begins with -------------------------------------------------------------
-@dataclass
+@dataclass(frozen=True)
 class Recipe:
     """The task, its prompts, and the constants: the same in the trainer and in all workers."""
 
     c: object  # the Constants, or a changed copy of them (others)
     task: object  # the module tasks/NAME.py, or at a path
     prompts: list  # [(index, item, prompt ids)] of the training split
-    weights: dict | None = None  # {reward: weight}: REWARD_WEIGHTS, or the task's (resolve)
-    outcome: str = ""  # the reward that decides correctness: OUTCOME, or the task's (resolve)
+    weights: dict | None = None  # {reward: weight}: REWARD_WEIGHTS, or the task's (resolved)
+    outcome: str = ""  # the reward that decides correctness: OUTCOME, or the task's (resolved)
     batch: int | None = None  # completions sampled at once: SAMPLE_BATCH, or what fits
     submit: object = None  # begins a call of an async function (start_loop), if the task has one
     failures: object = None  # Failures, or None: the first failed reward ends the run
@@ -127,9 +121,9 @@ class Recipe:
     def chat_options(self):
         return chat_options(self.c, self.task)
 
-    def resolve(self):
-        """Sets weights and outcome: to REWARD_WEIGHTS and OUTCOME, else to the constants of the
-        task, else to a weight of 1 for each reward of an empty completion, and to the only reward
+    def resolved(self):
+        """Returns a copy with weights and outcome: REWARD_WEIGHTS and OUTCOME, else the constants
+        of the task, else a weight of 1 for each reward of an empty completion, and the only reward
         or "correctness". Raises TaskError if they do not fit."""
         c, task = self.c, self.task
         weights = c.REWARD_WEIGHTS or getattr(task, "REWARD_WEIGHTS", None)
@@ -149,7 +143,7 @@ class Recipe:
         if outcome not in weights:
             must = f"name the reward that is above 0 if an answer is right, one of {list(weights)}"
             raise TaskError(c.TASK, "OUTCOME, in the task or the trainer,", f"is {set_to!r}", must)
-        self.weights, self.outcome = weights, outcome
+        return replace(self, weights=weights, outcome=outcome)
 
 
 # --- Prompts --------------------------------------------------------------------------
@@ -206,9 +200,9 @@ def load_questions(recipe, tokenizer):
 
 def load_items(name, task, split):
     call, must = f"load({split!r})", 'return a list of dicts, for "train" and EVAL_SPLIT'
-    items = called(name, call, must, lambda: list(task.load(split)))
-    if not items:
-        raise TaskError(name, call, "returned no items", must)
+    are_many = lambda got: hasattr(got, "__iter__")
+    loaded = lambda: called(name, call, must, lambda: task.load(split), are_many)
+    items = called(name, call, must, lambda: list(loaded()), bool)  # a generator's code, too
     for item in items:
         if not isinstance(item, dict):
             raise TaskError(name, call, f"returned {item!r:.500}", must)

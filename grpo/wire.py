@@ -34,6 +34,7 @@ TENSORS = {  # of a group
     "logps": torch.float32,  # (N,)
     "is_model_token": torch.bool,  # (N,); absent: all True
     "truncated": torch.bool,  # (G,)
+    "tool_calls": torch.int32,  # (G, 2): made, failed
     "rewards": torch.float32,  # (G, K), a column for each of reward_names
 }
 METADATA = {"id": str, "run": str, "version": int, "index": int, "sampler": str, "outcome": str}
@@ -124,6 +125,7 @@ def pack_group(group) -> bytes:
         "logps": np.array([p for sample in samples for p in sample.logps], np.float32),
         "is_model_token": np.array([holds for mask in masks for holds in mask]),
         "truncated": np.array([sample.truncated for sample in samples]),
+        "tool_calls": np.array([sample.tool_calls for sample in samples], np.int32),
         "rewards": np.array([[s.rewards[name] for name in names] for s in samples], np.float32),
     }
     if tensors["is_model_token"].all():
@@ -148,8 +150,9 @@ def unpack_group(body):
         for name in ("completion_ids", "logps")
     )
     samples = list(map(Sample, ids, logps, tensors["truncated"].tolist()))
-    for sample, row in zip(samples, tensors["rewards"].tolist(), strict=True):
-        sample.rewards = dict(zip(names, row, strict=True))
+    rows = tensors["rewards"].tolist(), tensors["tool_calls"].tolist()
+    for sample, rewards, calls in zip(samples, *rows, strict=True):
+        sample.rewards, sample.tool_calls = dict(zip(names, rewards, strict=True)), tuple(calls)
     if "is_model_token" in tensors:
         for sample, mask in zip(samples, tensors["is_model_token"].split(lengths), strict=True):
             sample.is_model_token = None if mask.all() else mask.tolist()
@@ -195,7 +198,8 @@ def check_group(meta, tensors):
     require(meta["version"] >= 0, f"version must be 0 or more, got {meta['version']}")
     require(meta["outcome"] in names, f"outcome must be in reward_names, got {meta['outcome']!r}")
     G, N = len(lengths), len(tensors["completion_ids"])
-    shapes = {"logps": (N,), "is_model_token": (N,), "truncated": (G,), "rewards": (G, len(names))}
+    shapes = {"logps": (N,), "is_model_token": (N,), "truncated": (G,), "tool_calls": (G, 2)}
+    shapes |= {"rewards": (G, len(names))}
     for name, shape in shapes.items():
         if (tensor := tensors.get(name)) is not None:  # is_model_token may be missing
             require(tensor.shape == shape, f"{name} must be {shape}, got {tuple(tensor.shape)}")

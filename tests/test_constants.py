@@ -89,18 +89,17 @@ def test_all_else_is_refused_with_a_usage(script, words, given):
     assert f"python {script}" in refused.value.code and "NAME=value" in refused.value.code
 
 
-@pytest.mark.parametrize("word", ["-h", "--help"])
-def test_help_is_the_usage(word, given, capsys):
-    with pytest.raises(SystemExit, match="0"):
-        given("ref_server.py", word)
-    told = capsys.readouterr().out
-    assert "python ref_server.py" in told and len(told.splitlines()) < 10
+def test_help_is_the_usage(given, capsys):
+    for word in ("-h", "--help"):
+        with pytest.raises(SystemExit, match="0"):
+            given("ref_server.py", word)
+        told = capsys.readouterr().out
+        assert "python ref_server.py" in told and len(told.splitlines()) < 10
 
 
 @pytest.mark.parametrize(
     ("command", "named"),
     [
-        ("ref_server.py MODLE=3", "MODEL"),
         ("ref_server.py MODEL=./nowhere", "MODEL = './nowhere'"),
         ("grpo_ref_split.py MODLE=3", "MODEL"),
         ("grpo_ref_split.py IS_MASK=True", "IS_CAP"),
@@ -176,7 +175,7 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
     source += "signal.raise_signal(signal.SIGINT)"  # a shell's `&` would ignore it
     (tmp_path / "torch.py").write_text(source)
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    for script in ("grpo_ref_split.py", "ref_server.py", "demo.py", "evaluate.py"):
+    for script in ("grpo_ref_split.py", "ref_server.py"):
         command = [sys.executable, ROOT / script]
         done = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
         assert done.returncode and done.stderr.split("\n") == ["", "ended by Ctrl-C", ""], script
@@ -250,8 +249,8 @@ def test_constants_cant_be_set_and_a_change_is_a_copy():
 
 
 @pytest.mark.parametrize("words", [
-    ["grpo_ref_split.py", "-h"], ["grpo_ref_split.py", "STEPS=1"], ["ref_server.py", "nothing"],
-    ["-m", "tasks"], ["-m", "tasks", "gsm8k"], ["evaluate.py", "a", "b"],
+    ["grpo_ref_split.py", "-h"], ["ref_server.py", "nothing"], ["-m", "tasks"],
+    ["evaluate.py", "a", "b"],
 ])  # fmt: skip
 def test_python_without_docstrings_is_refused_in_a_line(words):
     command = [sys.executable, "-OO", *words]

@@ -80,6 +80,7 @@ def test_a_child_ignores_the_runs_ctrl_c_and_ends_with_the_run():
         import multiprocessing, os, signal, time
         from grpo.stop import stop
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` would ignore it
         with stop.listening():
             process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(99,))
             process.start()

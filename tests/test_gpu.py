@@ -36,7 +36,8 @@ def fake_accelerator(monkeypatch, kind, chosen):
     lambda folder, _: ref_server.Reference(ref_server.settled({"MODEL": str(folder)})),
     lambda _, scratch: warm_start.warm_start(scratch / "warm", arithmetic, seed=0, steps=1),
 ], ids=["trainer", "server", "demo"])  # fmt: skip
-def test_no_path_runs_a_model_by_cudnns_attention(load, tiny, tmp_path):
+def test_no_path_runs_a_model_by_cudnns_attention(load, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(arithmetic, "SIZES", {"train": 20})
     torch.backends.cuda.enable_cudnn_sdp(True)  # as PyTorch starts
     load(tiny, tmp_path)
     assert not torch.backends.cuda.cudnn_sdp_enabled()

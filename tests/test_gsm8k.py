@@ -74,13 +74,12 @@ def test_every_gold_solution_of_gsm8k_is_right_and_its_neighbour_wrong(monkeypat
     items = gsm8k.load("train") + gsm8k.load("test")
     assert len(items) == 8792
     right = {"correctness": CORRECT, "format": FORMATTED}
-    for item in items[::10]:
-        assert right.items() <= rewards(item, gsm8k.gold(item)).items()
     for item in items:
+        assert rewards(item, item["answer"])["correctness"] == CORRECT, item
+    for item in items[::5]:
         gold = item["answer"].rsplit("####", 1)[1].strip()
         other = int(gold.replace(",", "")) + 1
         tagged = {n: f"<think>a</think>\n<answer>{n}</answer>" for n in (gold, other)}
-        assert rewards(item, item["answer"])["correctness"] == CORRECT, item
         assert right.items() <= rewards(item, tagged[gold]).items(), item
         assert rewards(item, tagged[other])["correctness"] == WRONG, item
         assert rewards(item, f"#### {other}")["correctness"] == WRONG, item

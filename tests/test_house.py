@@ -65,6 +65,7 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "gpu.varlen": "grpo.forward",  # NVIDIA's GPU, in bfloat16
     "rewards.async_rewards": "grpo.prepare",  # async def rewards
     "rewards.failures": "grpo.prepare",  # MAX_FAILED_REWARDS
+    "rewards.faults": "grpo.calls grpo.rewards",  # a mistake in the task
     "rewards.no_reward": "grpo.prepare",  # a preview without any reward
     "rewards.opening": "grpo.models grpo.prepare",  # a prompt may begin the answer
     "sampling.float32_head": "grpo.policy",  # bfloat16

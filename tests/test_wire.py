@@ -55,7 +55,7 @@ def test_a_group_comes_back(mask):
     and what the trainer has added stay where they are."""
     for name in ("a", "å" * 200, "组-0001", "with space"):
         group = make_group(id=name, run=name, sampler=name)
-        group.samples[0].is_model_token = mask
+        group.samples[0].is_model_token, group.samples[1].tool_calls = mask, (5, 2)
         for sample, reward in zip(group.samples, (0.5, math.nan, 1.0), strict=True):
             sample.rewards = {"format": 0.25, "correct": reward}  # NaN: does not apply
         body = pack_group(dataclasses.replace(group, item={"question": "?"}))
@@ -152,6 +152,7 @@ BAD = [
     {"completion_lengths": int32(3, 1, 1)},
     {"logps": -torch.ones(7)},
     {"rewards": torch.zeros(2, 3)},
+    {"tool_calls": torch.zeros(3, dtype=torch.int32)},
     {"is_model_token": torch.ones(5, dtype=torch.bool)},
     {"is_model_token": torch.arange(6) > 0},  # it begins with a token of the task
     {"rewards": torch.full((3, 2), torch.inf)},

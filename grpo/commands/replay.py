@@ -101,9 +101,8 @@ def main(folder, step, **changes):
     while run.progress.step < step and not failure:
         place, bar = checkpoint.place_of(run), progress_bar(run.progress.step, step)
         groups, metrics, sampled = trainer.sample_rollout(run)  # collective
-        run.folder.log_samples(run, sampled)
         try:
-            trainer.train_on(run, groups, metrics, place, step, bar)  # collective
+            trainer.train_on(run, groups, metrics, sampled, place, step, bar)  # collective
         except ranks.RunFailed as error:  # a check: its evidence is in the temporary folder
             failure = error
     show(run, groups, sampled)  # collective

@@ -1,4 +1,4 @@
-"""Tensors of the pretended GPU, and the operations on them.
+"""Tensors of the simulated GPU, and the operations on them.
 
 Symbols: an OnGPU holds its values `inner`, a tensor of the CPU of the same shape, strides, dtype.
 """

@@ -1,4 +1,4 @@
-"""What happens on the pretended GPU: the host waits, a graph records."""
+"""What happens on the simulated GPU: the host waits, a graph records."""
 
 import contextlib
 import sys

@@ -22,12 +22,13 @@ def start_loop(task, seconds):
             async with asyncio.timeout(seconds) as timer:
                 found = await getattr(task, name)(*arguments)
             if time.monotonic() - began > seconds:  # the timer had no chance
-                raise TooSlow(f"{name}(), or another call that blocks their event loop,", seconds)
+                raise TooSlow(f"{name}()", seconds)
             return found
         except TimeoutError as error:
             raise (TooSlow(f"{name}()", seconds) if timer.expired() else error) from None
-        except SystemExit as error:  # it would end the loop's thread
-            raise RuntimeError(f"{name}() called sys.exit: {error}") from error
+        except (SystemExit, KeyboardInterrupt) as error:  # they would end the loop's thread
+            ended = RuntimeError(f"{type(error).__name__}: {error}")
+            raise ended.with_traceback(error.__traceback__) from error
 
     def submit(*job):
         return asyncio.run_coroutine_threadsafe(call(*job), loop)

@@ -16,7 +16,6 @@ import contextlib
 import inspect
 import json
 import re
-import threading
 import traceback
 from concurrent.futures import Future
 
@@ -24,6 +23,7 @@ from transformers.utils import get_json_schema
 
 from grpo.calls import TaskError, TooSlow, called
 from grpo.log import in_background, say
+from grpo.options.rewards.faults import is_ctrl_c, shown
 
 MAX_RESULT_CHARS = 10_000  # the model reads so many characters of a result
 CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
@@ -133,14 +133,14 @@ class Tools:
         """Returns the result of a call as text. Raises Failed."""
         try:
             call = json_within(json.loads(text))
-            name, arguments = call["name"], dict(**json_within(call["arguments"]))
+            name, arguments = call["name"], dict(**json_within(call.get("arguments")) or {})
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise Failed("form", f"a call is not valid ({words_of(error)}): {FORM}") from None
         if not end or str(name) not in self.tools:
             known = f"there is no tool {name!r:.50}, only {', '.join(self.tools)}"
             raise Failed("name", f"{known if end else 'a call has no </tool_call>'}: {FORM}")
         tool, schema = self.tools[name]
-        shown = f"{name}{inspect.signature(tool)}"
+        usage = f"{name}{inspect.signature(tool)}"
         try:
             inspect.signature(tool).bind(**arguments)
             for key, value in arguments.items():
@@ -148,16 +148,15 @@ class Tools:
                 if value is not None and not isinstance(value, KINDS.get(str(kind), object)):
                     raise TypeError(f"{key} must be of type {kind}, not {value!r:.50}")
         except TypeError as error:
-            raise Failed((name, "arguments"), f"{shown}: {words_of(error)}") from None
+            raise Failed((name, "arguments"), f"{usage}: {words_of(error)}") from None
         try:
             return text_of(finished(tool(**arguments)))
         except BaseException as error:
-            ctrl_c = threading.current_thread() is threading.main_thread()
-            if isinstance(error, TooSlow) or (isinstance(error, KeyboardInterrupt) and ctrl_c):
+            if isinstance(error, TooSlow) or is_ctrl_c(error):
                 raise
             frame = traceback.extract_tb(error.__traceback__)[-1]
             kind, where = (name, type(error)), f" ({frame.filename}, line {frame.lineno})"
-            raise Failed(kind, f"{shown}: {words_of(error)}", where) from None
+            raise Failed(kind, f"{usage}: {words_of(error)}", where) from None
 
 
 def finished(result):
@@ -200,7 +199,4 @@ def text_of(got):
 
 
 def words_of(error):
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 (of the tool's own class)
-        return type(error).__name__
+    return f"{type(error).__name__}: {shown(error, '{}')}"

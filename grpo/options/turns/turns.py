@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 import jinja2
 
 from grpo.calls import (
-    SOONER,
-    TaskError,
+    TooSlow,
     by_name,
     called,
     environment_rewards,
+    mistake,
     own,
     task_file,
     timely,
@@ -295,8 +295,8 @@ class Conversations:
     def too_slow(self, chat):
         call = "reply()" if chat.sample is None else "Environment.rewards() or close()"
         call += f" for {chat.prompt.key[1]!r:.500} after {chat.turns!r:.500}"
-        slow = f"took more than {self.recipe.c.REWARD_TIMEOUT_SECONDS} s"
-        raise TaskError(self.recipe.c.TASK, call, slow, SOONER)
+        slow = TooSlow(call, self.recipe.c.REWARD_TIMEOUT_SECONDS)
+        raise mistake(self.recipe.c.TASK, call, "", error=slow)
 
     def left(self, when):
         return self.recipe.c.REWARD_TIMEOUT_SECONDS - (time.monotonic() - when)

@@ -7,16 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo.calls import TooSlow, import_file, timely
+from grpo.calls import TooSlow, timely
 
 ROOT = Path(__file__).parents[3]
-SLOW = ROOT / "tests" / "tasks" / "slow.py"
-import_file("slow", SLOW)
-TASK = sys.modules["slow"]
-REWARDS = {"correctness": 2.0, "format": 1.0, "longest": 0.0}
 
 
-# --- The time limit -------------------------------------------------------------------
 def for_ever():
     while True:
         pass

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
@@ -56,7 +57,7 @@ def recipe_of(tokenizer, *secrets, environment=Counter, **constants):
     task = SimpleNamespace(Environment=environment, messages=lambda item: [])
     own = {"MAX_COMPLETION_TOKENS": 200, "REWARD_WEIGHTS": {"reward": 1.0, "turns": 0.0}}
     recipe = a_recipe(task=task, **own | {"OUTCOME": "reward", "TASK": "mine"} | constants)
-    recipe.prompts = list(prompts(tokenizer, *secrets))
+    recipe = replace(recipe, prompts=list(prompts(tokenizer, *secrets)))
     return recipe
 
 
@@ -74,6 +75,19 @@ def test_an_attribute_of_an_environment_is_not_taken_for_the_calls_of_tools(toke
     recipe = recipe_of(tokenizer, 1, environment=type("Own", (Counter,), {"calls": ["a"]}))
     (group,) = sampled(Actor(tokenizer, ["One"]), recipe, iter(recipe.prompts))
     assert [sample.tool_calls for sample in group.samples] == [(0, 0)] * 2
+
+
+def test_a_folder_that_environments_change_to_is_left_after_the_rollout(tokenizer, tmp_path):
+    """Each is called in a thread; the process has one folder for all."""
+
+    class Moves(Counter):
+        def reply(self, turn):
+            os.chdir(tmp_path)
+            return super().reply(turn)
+
+    recipe, before = recipe_of(tokenizer, 2, environment=Moves), os.getcwd()
+    sampled(Actor(tokenizer, ["One", "two"]), recipe, iter(recipe.prompts))
+    assert os.getcwd() == before
 
 
 def test_a_truncated_conversation_is_rewarded_and_closed_too(tokenizer):
@@ -123,7 +137,7 @@ def test_rewards_of_none_and_those_without_weights(tokenizer):
             return None if self.asked > 1 else 1.0
 
     recipe = recipe_of(tokenizer, 1, 2, environment=Silent, REWARD_WEIGHTS=None, OUTCOME=None)
-    recipe.resolve()
+    recipe = recipe.resolved()
     assert recipe.weights == {"reward": 1.0} and not Counter.live
     groups = sampled(Actor(tokenizer, ["One", "two"]), recipe, iter(recipe.prompts))
     found = {g.item["secret"]: [s.rewards["reward"] for s in g.samples] for g in groups}

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -141,7 +142,7 @@ def fail(a: int) -> int:
     ("<tool_call>{'name': 1}</tool_call>", "error: a call is not valid (JSONDecodeError: "),
     ("<tool_call>5</tool_call>", "error: a call is not valid (TypeError: "),
     ("<tool_call>" + "[" * 100_000 + "</tool_call>", "error: a call is not valid (RecursionError"),
-    ('<tool_call>{"name": "add"}</tool_call>', "error: a call is not valid (KeyError: 'arg"),
+    ('<tool_call>{"name": "add"}</tool_call>', "error: add(a: int, b: int = 1) -> int: TypeError"),
     (call(arguments='"a"'), "error: a call is not valid (TypeError: "),
     (call().removesuffix("</tool_call>"), "error: a call has no </tool_call>: write <tool_call>{"),
     (call("sub"), "error: there is no tool 'sub', only add, fail: write <tool_call>{"),
@@ -249,17 +250,27 @@ def test_a_tool_does_not_hide_its_time_limit_nor_ctrl_c():
             a_task(tool_of(raising(error))).Environment({}).reply(call("odd", "{}"))
 
 
+NO_ARGUMENTS = '""', "null", '"null"'
+
+
 @pytest.mark.parametrize("arguments, told", [
     ('"{\\"a\\": 2, \\"b\\": 3}"', "5"),
     ('"{}"', "error: add(a: int, b: int = 1) -> int: TypeError: "),
-    ('"[2, 3]"', "error: a call is not valid (TypeError: "), ('""', "error: a call is not valid"),
-    ("null", "error: a call is not valid (TypeError: "), ('"null"', "error: a call is not valid"),
+    ('"[2, 3]"', "error: a call is not valid (TypeError: "), ("5", "error: a call is not valid"),
+    *((none, "error: add(a: int, b: int = 1) -> int: TypeError: ") for none in NO_ARGUMENTS),
 ])  # fmt: skip
 def test_arguments_inside_a_text_are_read(arguments, told):
     environment = a_task(add).Environment({})
     assert environment.reply(call(arguments=arguments))["content"].startswith(told)
     inner = json.dumps('{"name": "add", "arguments": {"a": 2}}')
     assert environment.reply(f"<tool_call>{inner}</tool_call>")["content"] == "3"
+
+
+def test_a_call_without_arguments_may_have_none():
+    environment = a_task(tool_of(lambda: "here")).Environment({})
+    for arguments in NO_ARGUMENTS:
+        assert environment.reply(call("odd", arguments))["content"] == "here"
+    assert environment.reply('<tool_call>{"name": "odd"}</tool_call>')["content"] == "here"
 
 
 def test_a_long_result_is_cut_and_the_model_is_told():
@@ -522,7 +533,7 @@ def test_the_ledgers_gold_is_right_and_other_answers_are_not(alone):
     items = task.load("test")
     assert {len(item["orders"]) for item in items} == {0, 1, 2}
     recipe = a_recipe([(0, items[0], [5])], task=task, TASK="ledger", REWARD_WEIGHTS=None)
-    recipe.resolve()
+    recipe = recipe.resolved()
     for item in items[:30]:
         turns, rewards, roles = play(recipe, item, task.gold(item))
         assert rewards == {"correctness": True} and set(roles) == {"tool"}
@@ -538,7 +549,7 @@ def test_the_preview_of_the_ledger_shows_a_conversation(tiny, tokenizer, capsys)
     item = next(item for item in task.load("test") if item["orders"])
     ids = prompt_ids(tokenizer, task.messages(item))
     recipe = a_recipe([(0, item, ids)], task=task, TASK="ledger", MODEL=str(tiny))
-    recipe.weights, recipe.outcome = {"correctness": 1.0}, "correctness"
+    recipe = replace(recipe, weights={"correctness": 1.0}, outcome="correctness")
     preview(recipe, tokenizer, 1)
     printed = capsys.readouterr().out
     assert f"reply() as a tool turn: '\\n<|im_start|>tool\\n{item['answer']}<|im_end|>" in printed
@@ -572,7 +583,7 @@ def test_the_task_answers_its_gold(tiny, tokenizer, capsys):
     item = task.load("test")[0]
     ids = prompt_ids(tokenizer, task.messages(item))
     recipe = a_recipe([(0, item, ids)], task=task, TASK="python_tool", MODEL=str(tiny))
-    recipe.weights, recipe.outcome = {"correctness": 1.0}, "correctness"
+    recipe = replace(recipe, weights={"correctness": 1.0}, outcome="correctness")
     preview(recipe, tokenizer, 1)
     printed = capsys.readouterr().out
     assert f"reply() as a tool turn: '\\n<|im_start|>tool\\n{item['answer']}<|im_end|>" in printed

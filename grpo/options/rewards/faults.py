@@ -1,0 +1,124 @@
+"""What is wrong with a task: a function that has failed or has returned what it must not, and a
+process that its code has changed."""
+
+import ast
+import os
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+from grpo.log import say
+
+SOONER = "answer within REWARD_TIMEOUT_SECONDS; raise that constant if it needs longer, or if an"
+SOONER += " async function blocks the others"
+HELPER = "import a file of its folder by its name, as in `import helper`, and choose a name that"
+HELPER += " no module of Python's or of grpo-split has"
+ASYNC = "return no coroutine: write `async def` if it is rewards() or group_rewards(); all others"
+ASYNC += " must be plain functions"
+
+
+# --- A function ------------------------------------------------------------------------
+def described(file, must, error, got):
+    """Returns what a function of the task's file has done, raised `error` or else returned `got`,
+    and what it must do."""
+    if error is None:
+        values = got.values() if isinstance(got, dict) else [got]
+        must = ASYNC if any(hasattr(value, "__await__") for value in values) else must
+        return f"returned {shown(got)}", must
+    frames = [(frame.f_globals, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(names, line) for names, line in frames if names.get("__name__") in modules_of(file)]
+    lines = [line for _, line in own]
+    lines += [error.lineno] if isinstance(error, SyntaxError) else []
+    at = f", line {lines[-1]}" if lines else ""
+    if own and frames[-1] != own[-1]:  # in what the task calls
+        at += f" ({frames[-1][0].get('__file__')}, line {frames[-1][1]})"
+    at_path = own and not own[0][0]["__name__"].startswith("tasks.")
+    if at_path and is_of_helper(error, Path(own[0][0]["__file__"]).parent):
+        must = HELPER
+    return f"failed with {type(error).__name__}{at}: {shown(error, '{}')}", must
+
+
+def must_return(recipe):
+    """Returns what rewards must be to fit the recipe's weights."""
+    is_set = recipe.c.REWARD_WEIGHTS or hasattr(recipe.task, "REWARD_WEIGHTS")
+    source = (
+        "REWARD_WEIGHTS" if is_set else "the rewards of an empty completion (no REWARD_WEIGHTS)"
+    )
+    return (
+        "return a value (a number below 1e30, True, False or None: does not apply) for each name in"
+        f" {source}, {list(recipe.weights)}, as a dict, or the bare value if "
+        '"reward" is the only name'
+    )
+
+
+def is_ctrl_c(error):
+    """Returns whether an error is the user's Ctrl-C. A run catches the signal, so that there a
+    KeyboardInterrupt is the task's."""
+    by_user = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    in_main = threading.current_thread() is threading.main_thread()
+    return isinstance(error, KeyboardInterrupt) and by_user and in_main
+
+
+def shown(value, form="{!r:.500}"):
+    """Returns the text of a task's value or error, whose class may fail to give one."""
+    try:
+        return form.format(value)
+    except Exception:  # noqa: BLE001
+        return f"<{type(value).__name__}>"
+
+
+def modules_of(file):
+    """Returns the names that the module of a task's file may have (task.load_task)."""
+    stem = Path(file).stem
+    return f"tasks.{stem}", f"task_of_{stem}", stem
+
+
+def is_of_helper(error, folder):
+    """Returns whether a task could not import a file of its folder: the import is relative, or
+    Python has another module of that name."""
+    module = getattr(error, "obj", None)  # an AttributeError's, else the name is an ImportError's
+    name = getattr(module, "__name__", str(getattr(error, "name", None))).partition(".")[0]
+    is_there = (folder / f"{name}.py").exists() or (folder / name).is_dir()
+    found = Path(getattr(sys.modules.get(name), "__file__", None) or "/").resolve()
+    is_other = name in sys.modules and folder not in found.parents
+    return "relative import" in shown(error, "{}") or (is_there and is_other)
+
+
+# --- The process -----------------------------------------------------------------------
+CHANGES = [  # of calls.shared_state: what, the call that changes it, how to do without, how to undo
+    ("the process's folder", "chdir", "absolute paths, or cwd= of a subprocess", os.chdir),
+    ("torch's grad mode", "set_grad_enabled", "`with torch.no_grad()`", "set_grad_enabled"),
+    ("torch's default dtype", "set_default_dtype", "dtype=", "set_default_dtype"),
+]
+logged = set()  # (file, call)
+
+
+def restore(file, before, now):
+    """Undoes what a task has changed in calls.shared_state, and logs each kind once."""
+    torch = sys.modules.get("torch")
+    before += () if before[1:] else (True, torch and torch.float32)  # as it is imported
+    for (what, call, instead, undo), old, new in zip(CHANGES, before, now, strict=False):
+        if old == new or not old:
+            continue
+        (undo if callable(undo) else getattr(torch, undo))(old)
+        if (file, call) not in logged:
+            logged.add((file, call))
+            say(
+                f"{file}: {caller_of(file, call)} changed {what} to {new}, which all code of the"
+                f" run shares, so it is {old} again: use {instead}"
+            )
+
+
+def caller_of(file, call):
+    """Returns the function of a task's file, with the line, that calls what is named `call`."""
+    module = next((sys.modules[m] for m in modules_of(file) if m in sys.modules), None)
+    tree = ast.parse(Path(module.__file__).read_text("utf-8") if module else "")
+    of = ast.FunctionDef | ast.AsyncFunctionDef
+    scopes = [(x.name + "()", x) for x in ast.walk(tree) if isinstance(x, of)]
+    for where, scope in [*reversed(scopes), ("the file", tree)]:
+        for x in ast.walk(scope):
+            if call in (getattr(x, "attr", ""), getattr(x, "id", "")):
+                return f"{where}, line {x.lineno},"
+    return "code that it calls"

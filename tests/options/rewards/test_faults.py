@@ -1,0 +1,180 @@
+"""Mistakes in a task's functions, and what they change in the process, are named with a line."""
+
+import os
+import signal
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fakes import FakeEngine, a_recipe, sampled
+
+from grpo.calls import TaskError, called
+from grpo.options.rewards.async_rewards import start_loop
+from grpo.prepare import gold_of
+from grpo.rewards import reward_texts
+from grpo.stop import stop
+from grpo.task import load_chat, load_items, load_task
+
+HEAD = """
+import asyncio, functools, os, tempfile, torch
+class Mute(Exception):
+    def __str__(self): return 1 / 0
+    __repr__ = __str__
+class Judge:
+    async def __call__(self, item, text): return 1.0
+async def judge(item, text): return 1.0
+def load(split): return [{"question": "?", "answer": "1"}]
+def messages(item): return [{"role": "user", "content": "?"}]
+def rewards(item, text): return 1.0"""
+AFTER = HEAD.count("\n") + 2
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """-> a function that makes a recipe of HEAD and a task's code, from line AFTER on."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def make(code):
+        file = tmp_path / f"task{len(list(tmp_path.iterdir()))}.py"
+        file.write_text(f"{HEAD}\n{code}")
+        recipe = a_recipe(task=load_task(str(file)), TASK=str(file), REWARD_WEIGHTS={"reward": 1})
+        recipe.outcome, recipe.weights = "reward", {"reward": 1.0}
+        recipe.submit = start_loop(recipe.task, 9)
+        return recipe
+
+    return make
+
+
+def rewarded(recipe):
+    return reward_texts(recipe, {"question": "?", "answer": "1"}, ["1", "2"])
+
+
+KINDS = ["GeneratorExit()", "KeyboardInterrupt()", "asyncio.CancelledError()", "SystemExit(3)"]
+KINDS += ["BaseException('x')", "Mute()", "ValueError('x')"]
+
+
+@pytest.mark.parametrize("error", KINDS)
+@pytest.mark.parametrize("function", ["rewards(item, text)", "group_rewards(item, texts)"])
+@pytest.mark.parametrize("how", ["def", "async def"])
+def test_whatever_a_reward_raises_is_named_with_its_line(error, function, how, recipe):
+    task = recipe(f"{how} {function}:\n    raise {error}\n")
+    kind = error.partition("(")[0].rpartition(".")[2]
+    line = f", line {AFTER + 1}" * (kind != "CancelledError" or how == "def")
+    with stop.listening(), pytest.raises(TaskError, match=rf"rewards\(\) failed with .*{line}: "):
+        rewarded(task)
+
+
+@pytest.mark.parametrize("error", KINDS)
+def test_whatever_another_function_raises_is_named_with_its_line(error, recipe):
+    task = recipe(f"def gold(item):\n    raise {error}\n")
+    with (
+        stop.listening(),
+        pytest.raises(TaskError, match=rf"gold\(.* failed with \w+, line {AFTER + 1}: "),
+    ):
+        gold_of(task, {}, "")
+
+
+def test_the_users_ctrl_c_is_no_mistake(recipe):
+    task = recipe("def rewards(item, text): os.kill(os.getpid(), 2)\ngold = lambda item: 1 / 0")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            rewarded(task)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_the_line_of_a_library_is_named_beside_that_of_the_task(recipe):
+    task = recipe("import json\ndef rewards(item, text):\n    return json.loads('?')\n")
+    with pytest.raises(
+        TaskError, match=rf"DecodeError, line {AFTER + 2} \(.*json/decoder.py, line \d"
+    ):
+        rewarded(task)
+
+
+@pytest.mark.parametrize("code", [
+    "rewards = lambda item, text: judge(item, text)",
+    "def rewards(item, text): return {'reward': judge(item, text)}",
+    "rewards = Judge()",
+    "def group_rewards(item, texts): return judge(item, texts)\ndel rewards",
+    "class Environment:\n    def __init__(self, item): ...\n    def reply(self, turn): ...\n    "
+    + "async def rewards(self, turns): return 1.0\ndel rewards",
+])  # fmt: skip
+def test_a_coroutine_in_place_of_a_reward_is_named_with_the_cure(code, recipe):
+    with pytest.raises(TaskError, match="returned .*coroutine.*: write `async def` if it is rewa"):
+        rewarded(recipe(code))
+
+
+def test_partial_async_functions_and_async_group_rewards_are_awaited(recipe):
+    assert rewarded(recipe("rewards = functools.partial(judge)")) == [{"reward": 1.0}] * 2
+    code = "async def group_rewards(item, texts): return [1.0] * len(texts)\ndel rewards"
+    assert rewarded(recipe(code)) == [{"reward": 1.0}] * 2
+
+
+@pytest.mark.parametrize("function", ["load(split)", "messages(item)", "gold(item)"])
+def test_other_functions_can_not_be_async(function, recipe):
+    task = recipe(f"async def {function}: return 1.0")
+    with pytest.raises(TaskError, match=f"{function[:4]}.* returned <coroutine .*plain functions"):
+        load_chat(task.c.TASK, task.task, load_items(task.c.TASK, task.task, "train")[0])
+        gold_of(task, {}, "")
+
+
+@pytest.mark.parametrize("line", ["import random; random.pick()", "from . import pick"])
+def test_a_helper_that_is_missed_in_a_reward_is_named_with_the_cure(line, recipe, tmp_path):
+    (tmp_path / "random.py").write_text("def pick(): ...\n")
+    with pytest.raises(TaskError, match=rf"rewards\(\) .*line {AFTER}: .*choose a name that no"):
+        rewarded(recipe(f"def rewards(item, text): {line}"))
+
+
+# --- The process -------------------------------------------------------------------------
+CHANGES = {
+    "os.chdir(tempfile.mkdtemp())": "folder",
+    "exec('os.chdir(tempfile.mkdtemp()); os.rmdir(os.getcwd())')": "",
+    "torch.set_grad_enabled(False)": "grad mode",
+    "torch.set_default_dtype(torch.float64)": "default dtype",
+}
+PLACES = {
+    "rewards()": "def rewards(item, text): {}; return 1.0",
+    "group_rewards()": "def group_rewards(item, texts): {}; return [1.0] * len(texts)\ndel rewards",
+    "helper()": "def helper(): {}\nasync def rewards(item, text): helper(); return 1.0",
+    "gold()": "def gold(item): {}; return '1'",
+    "messages()": "def messages(item): {}; return [{{'role': 'user', 'content': '1'}}]",
+    "load()": "def load(split): {}; return [{{'question': '?'}}]",
+    "the file": "{}",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_task_changes_in_the_process_is_undone_and_named_once(place, change, recipe, capsys):
+    if "helper" in place and "grad" in change:
+        pytest.skip("torch's grad mode is each thread's own")
+    state = os.getcwd(), torch.is_grad_enabled(), torch.get_default_dtype()
+    task = recipe(PLACES[place].format(change))
+    for _ in range(2):
+        load_chat(task.c.TASK, task.task, load_items(task.c.TASK, task.task, "train")[0])
+        gold_of(task, {"answer": "1"}, "")
+        rewarded(task)
+        sampled(FakeEngine(), task, [(0, {"question": "?"}, [5, 6])])
+        assert state == (os.getcwd(), torch.is_grad_enabled(), torch.get_default_dtype())
+    told = [x for x in capsys.readouterr().out.splitlines() if "which all code of the run" in x]
+    where = f"{place}, line " if CHANGES[change] else "code that it calls changed the process's"
+    assert len(told) == 1 and where in told[0] and CHANGES[change] in told[0]
+    assert f"{task.c.TASK}: " in told[0]
+
+
+def test_no_function_is_held_for_what_the_run_changes(recipe):
+    """Between two groups; the stream's reader may."""
+    with torch.no_grad():
+        assert called("mine", "gold()", "", torch.is_grad_enabled) is False
+
+
+def test_what_a_class_fails_to_show_is_named_by_its_class():
+    odd = type("Odd", (), {"__repr__": lambda self: 1 / 0})()
+    with pytest.raises(TaskError, match=r"mine.py: gold\(\) returned <Odd>: it must be a text"):
+        called("mine", "gold()", "be a text", lambda: odd, lambda got: False)
+    task = SimpleNamespace(rewards=lambda item, text: odd)
+    recipe = a_recipe(task=task, TASK="mine", REWARD_WEIGHTS={"reward": 1.0})
+    with pytest.raises(TaskError, match="returned "):
+        reward_texts(recipe, {}, ["1"])
