@@ -71,11 +71,6 @@ class RunFolder:
             for reporter in self.reporters if file == "metrics.jsonl" else ():
                 reporter.give(dict(record))
 
-    def write(self, name, record):
-        """Writes a file of one JSON object."""
-        if dist.get_rank() == 0:
-            Path(self.path, name).write_text(json.dumps(as_json(record)))
-
     def log_evaluation(self, evaluation, step):
         self.log("metrics.jsonl", {"step": step} | evaluation)
         say(f"step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in evaluation.items()))

@@ -40,8 +40,7 @@ class Sample:
     weight: float = 0.0  # of each of the model's tokens in the step's loss
     version: int = 0  # the number of steps of the policy that sampled it
     group: str = ""  # its group's id
-    # Of the model's tokens, by the trainer: in the last update (None: on another rank), and in the
-    # rollout's first one (keep_logps)
+    # Of the model's tokens, by the last update (None: on another rank), and the rollout's first
     trainer_logps: list[float] | None = None
     old_logps: list[float] | None = None
 

@@ -117,10 +117,7 @@ def make_reference(c, policy, server):
     else:
         reference = LocalReference(c, policy)
     if is_teacher(reference.info, c.MODEL):
-        say(
-            f"the reference is a teacher, not MODEL: {reference.info['model']}. The"
-            " first update can't check the teacher's weights; teacher_kl is the KL to the teacher"
-        )
+        say(f"the reference is a teacher, not MODEL: {reference.info['model']} (see teacher_kl)")
     return reference
 
 

@@ -14,6 +14,8 @@ import math
 import statistics
 from dataclasses import asdict
 
+import torch.distributed as dist
+
 from grpo.log import say
 from grpo.ranks import RunFailed, gathered
 
@@ -100,10 +102,12 @@ def keep_evidence(run, step, samples, metrics, why, other="sampler"):
     record["samples"] = [asdict(s) | {"trainer_logps": per_id(s, s.trainer_logps)} for s in samples]
     where = f"its samples and all log-probs are in {path} (docs/troubleshooting.md)"
     try:
-        run.folder.write(path.name, record)
-        for old in sorted(path.parent.glob("bad_step_*"))[: -run.c.IDLE_LIMIT]:
-            old.unlink(missing_ok=True)
-    except OSError as error:  # the check's error is the one to see
+        if dist.get_rank() == 0:
+            path.unlink(missing_ok=True)  # of an earlier start
+            run.folder.log(path.name, record)
+            for old in sorted(path.parent.glob("bad_step_*"))[: -run.c.IDLE_LIMIT]:
+                old.unlink()
+    except (OSError, SystemExit) as error:  # the check's error is the one to see
         where = f"{path} can't be written: {error}"
     shown = [
         f"at token {t['token']} of sample {t['sample']}, {t['text']!r}, the {other} says"
