@@ -58,9 +58,7 @@ OVERLONG_TOKENS = 0
 # Flat groups are skipped: their completions all have the same OUTCOME ("outcome"), or the same
 # total reward ("reward"). False trains on every group.
 SKIP_FLAT_GROUPS = "outcome"
-# How many replacements for flat groups a rollout may sample, in multiples of PROMPTS_PER_STEP.
-# After that it trains on fewer groups.
-MAX_REFILLS = 4
+MAX_REFILLS = 4  # at most this many times PROMPTS_PER_STEP replacements for flat groups
 CHAT_TEMPLATE = {}  # options of the model's chat template, such as {"enable_thinking": False}
 OUTCOME = None  # name of the reward that decides correctness: above 0 is correct; None: the task's
 REWARD_WEIGHTS = None  # {reward: weight} (reward_weights); None: the task's; {}: only the KL trains
