@@ -148,7 +148,7 @@ from grpo.metrics import TokenStats, evaluate, rollout_metrics, with_kl
 from grpo.packing import plan_rounds
 from grpo.prepare import prepare
 from grpo.proof import check_sampler
-from grpo.report import check_update, log_idle, report_end, show
+from grpo.report import check_update, leaving_evidence, log_idle, report_end, show
 from grpo.sample import keep_logps
 from grpo.start import start_run
 from grpo.stop import stop
@@ -168,36 +168,36 @@ def sample_rollout(run):
     c, p, clock, counts, sampled = run.c, run.progress, run.clock, Counter(), []
     with clock.part("wait"), ranks.all_or_none():  # collective
         from_workers = run.workers.take(p.step)
-        to_train = [group for group in from_workers if not group.skipped]
-        mine = [(group, run.reference.logps(group)) for group in to_train]
+        mine = [group for group in from_workers if not group.skipped]
+        for group in mine:
+            run.reference.ask(group)
     taken = ranks.sum_over_ranks(len(mine))  # collective
     missing = c.PROMPTS_PER_STEP - taken if c.TRAINER_SAMPLES else 0
     begun, most = 0, max(0, missing) * (1 + c.MAX_REFILLS)
     p.begin_rollout()
     while number := rollout.groups_to_begin(missing, p.flat_share, most - begun):
         before = len(mine)
-        # On leaving all_or_none a rank waits for the others, which "wait" counts; within, "sample"
-        # counts this rank's sampling and follow, which copies new weights to vLLM
         with (
-            clock.part("wait"),
-            ranks.all_or_none(),  # collective
+            ranks.all_or_none(clock.part("wait")),  # collective
             clock.part("sample"),
-            run.sampler.follow(p.step),
+            run.sampler.follow(p.step),  # copies new weights to vLLM
         ):
             for group in sample_share(run, number, begun, counts):
                 sampled.append(group)
-                if not group.skipped:  # a server scores it meanwhile
-                    mine.append((group, run.reference.logps(group)))
+                if not group.skipped:
+                    run.reference.ask(group)  # a server scores it meanwhile
+                    mine.append(group)
         usable = ranks.sum_over_ranks(len(mine) - before)  # collective
         p.count_round(groups=number, usable=usable)
         begun, missing = begun + number, missing - usable
+    with ranks.all_or_none(clock.part("wait")):  # collective
+        set_advantages(run.recipe, [*sampled, *from_workers])  # line 9
+        with clock.part(run.reference.part):
+            run.reference.fill(mine, run.sizes.micro_batch_tokens)
     with clock.part("wait"):
-        with ranks.all_or_none():  # collective
-            set_advantages(run.recipe, [*sampled, *from_workers])  # line 9
-            for group, answer in mine:
-                group.take_ref_logps(answer.result())
-        groups = ranks.gather_groups([group for group, _ in mine])  # collective
-    metrics = rollout_metrics(run, counts, from_workers, sampled)  # collective
+        groups = ranks.gather_groups(mine)  # collective
+    seconds = clock.parts["sample"]
+    metrics = rollout_metrics(run, counts, seconds, from_workers, sampled)  # collective
     return groups, metrics | run.workers.metrics(groups, p.step), sampled + from_workers
 
 
@@ -227,19 +227,16 @@ def set_advantages(recipe, groups):
 
 # --- Samples to train: line 6 ----------------------------------------------------------
 def samples_to_train(recipe, groups, step):
-    """Returns the groups' samples, which train the policy after `step` steps. MASK_TRUNCATED
-    leaves out truncated ones; they still count in their group's mean and as sequences. Line 6: if
-    a worker or another policy sampled any group, the sampler's log-probs are the old ones for all
-    samples, as a micro-batch mixes groups."""
+    """Returns (the groups' samples, which train the policy after `step` steps; whose log-probs are
+    the old ones: batch_loss's `old`). MASK_TRUNCATED leaves out truncated ones; they still count in
+    their group's mean and as sequences. Line 6: if a worker or another policy sampled any group,
+    the sampler's log-probs are the old ones for all samples, as a micro-batch mixes groups."""
     c, samples = recipe.c, []
-    trainer_old_logps = all(g.sampler == "trainer" and g.version == step for g in groups)
     for group in groups:
         for sample in group.samples:
-            if c.MASK_TRUNCATED and sample.truncated:
-                continue
-            sample.trainer_old_logps, sample.on_policy = trainer_old_logps, group.version == step
-            sample.old_logps = None if trainer_old_logps else sample.of_model(sample.logps)
-            samples.append(sample)
+            if not (c.MASK_TRUNCATED and sample.truncated):
+                sample.group, sample.version = group.id, group.version
+                samples.append(sample)
     lengths = torch.tensor([sample.length for sample in samples])
     weights = plain_loss.token_weights(
         lengths,
@@ -250,16 +247,19 @@ def samples_to_train(recipe, groups, step):
     )
     for sample, weight in zip(samples, weights.tolist(), strict=True):
         sample.weight = weight
-    return samples
+    by_trainer = all(g.sampler == "trainer" and g.version == step for g in groups)
+    return samples, "now" if by_trainer else "sampler"
 
 
 # --- Loss and gradient: line 11 --------------------------------------------------------
-def batch_loss(c, hidden, head, ids, batch, vocab_size):
+def batch_loss(c, hidden, head, ids, batch, vocab_size, old="now", version=0):
     """Returns (loss, stats) of a micro-batch's B samples: their part of the step's loss, a scalar,
     and tensors (N,) with a value per token, by name (grpo/loss.py). N counts the model's tokens,
     which alone are trained.
 
     `hidden` are the states that predict the completions' `ids`, a row per token; `head` is (V', H).
+    The `old` log-probs are those of this update ("now"), those that the rollout's first update has
+    "kept", or the "sampler"'s. `version` is the number of steps of the weights that are trained.
     """
     if any(s.is_model_token for s in batch):  # the task's tokens pass neither head nor loss
         masks = [torch.tensor(s.is_model_token or [True] * len(s.ids)) for s in batch]
@@ -274,12 +274,11 @@ def batch_loss(c, hidden, head, ids, batch, vocab_size):
     linear_logps = (grpo_loss_triton if c.FUSED_LOSS else plain_loss).linear_logps
     settings = {"temperature": c.TEMPERATURE, "vocab_size": vocab_size, "entropy": True}
     logps, entropy = linear_logps(hidden, head, ids, **settings)
-    first = batch[0]  # all samples have old log-probs or none has
-    assert all(s.trainer_old_logps == first.trainer_old_logps for s in batch)
     sampler_logps = per_token([s.of_model(s.logps) for s in batch])
+    kept = per_token([s.old_logps for s in batch]) if old == "kept" else None
     loss, stats = plain_loss.policy_loss(
         logps,
-        None if first.old_logps is None else per_token([s.old_logps for s in batch]),
+        {"now": None, "kept": kept, "sampler": sampler_logps}[old],
         per_token([s.of_model(s.ref_logps) for s in batch]) if c.KL_BETA else None,
         per_token([s.advantage for s in batch]),
         per_token([s.weight for s in batch]),
@@ -290,16 +289,16 @@ def batch_loss(c, hidden, head, ids, batch, vocab_size):
         unbiased_kl=c.UNBIASED_KL,
         sampler_logps=sampler_logps,
         is_cap=c.IS_CAP,  # no effect if old and sampler's log-probs are equal; ratio_cap acts then
-        ratio_cap=0.0 if first.trainer_old_logps else c.IS_CAP,
+        ratio_cap=c.IS_CAP if old == "sampler" else 0.0,
         sequences=per_token(range(len(batch))) if c.RATIO_LEVEL == "sequence" else None,
     )
     stats |= {"logps": logps.detach(), "entropy": entropy, "sampler_logps": sampler_logps}
-    return loss, stats | {"on_policy": per_token([float(s.on_policy) for s in batch])}
+    return loss, stats | {"on_policy": per_token([float(s.version == version) for s in batch])}
 
 
-def accumulate(run, samples):
+def accumulate(run, samples, old, version):
     """Collective: accumulates the gradient of a step's samples, in micro-batches of at most
-    MICRO_BATCH_TOKENS tokens; returns means over the step's tokens.
+    MICRO_BATCH_TOKENS tokens; returns means over the step's tokens. `old`, `version`: batch_loss's.
 
     The token weights already divide by the whole step's counts, and the ranks' gradients are
     summed, not averaged (engine_config). So 1 x 8 micro-batches, 8 x 1 and 2 ranks x 4 give the
@@ -311,26 +310,31 @@ def accumulate(run, samples):
     for done, (batch, is_filler) in enumerate(rounds, start=1):
         engine.set_gradient_accumulation_boundary(done == len(rounds))
         hidden, ids = engine([s.prompt for s in batch], [s.ids for s in batch])
-        tokens = hidden, engine.module.head, ids
-        loss, stats = batch_loss(run.c, *tokens, batch, run.policy.vocab_size)
-        if not is_filler:
-            means.add(loss, stats)
-            keep_logps(batch, stats["logps"])  # line 6
+        head, whose = engine.module.head, "now" if is_filler else old
+        loss, stats = batch_loss(
+            run.c, hidden, head, ids, batch, run.policy.vocab_size, old=whose, version=version
+        )
+        if is_filler:
+            engine.backward(0 * loss)  # collective
+            continue
+        means.add(loss, stats)
+        keep_logps(batch, stats["logps"], first=old == "now")  # line 6
         # A loss that is not finite may have a finite gradient: NaN makes all ranks skip the step
-        loss = loss * torch.where(loss.detach().isfinite(), float(not is_filler), torch.nan)
-        engine.backward(loss)  # collective
+        scale = torch.where(loss.detach().isfinite(), 1.0, torch.nan)
+        engine.backward(scale * loss)  # collective
     return means.over_ranks()  # collective
 
 
 # --- Update: line 11 -------------------------------------------------------------------
-def update(run, samples, step):
+def update(run, samples, step, old):
     """Collective: makes the update of step `step` (from 1) on the samples (line 11); returns
-    its metrics. If the gradient is not finite, the weights do not change ("skipped")."""
+    its metrics. If the gradient is not finite, the weights do not change ("skipped"). `old`: whose
+    log-probs are the old ones (batch_loss)."""
     c, rate = run.c, learning_rate(run.c, step)
     limit = out_of_memory_names("MICRO_BATCH_TOKENS", run.sizes.micro_batch_tokens)
     with run.clock.part("backward"), cpu_threads(), limit:
-        metrics = accumulate(run, samples)  # collective
-    with ranks.all_or_none():  # collective
+        metrics = accumulate(run, samples, old, version=step - 1)  # collective
+    with leaving_evidence(run, step, samples, metrics):  # collective
         check_sampler(metrics, run.sampler)
     with run.clock.part("step"), cpu_threads():
         taken = take_step(run.engine, rate, c.SEED)  # collective
@@ -348,19 +352,19 @@ def train(run):
         evaluate_if_due(run)  # collective
         asked = ranks.any_rank(stop.asked)  # collective
         ends = asked or p.step >= c.STEPS or p.idle >= c.IDLE_LIMIT
-        if ends or p.best == p.step or p.passed(c.SAVE_STEPS, max(p.saved, 0)):
+        if ends or p.best == p.step or p.passed(c.SAVE_STEPS, p.saved or 0):
             checkpoint.save_run(run)  # collective
         if ends:
             bar.close()
             done = p.saved == p.step >= c.STEPS and not asked
-            checkpoint.point(c.RUN_DIR, "final", p.saved if done else -1)  # -1: none
+            checkpoint.point(c.RUN_DIR, "final", p.saved if done else None)
             return asked
         run.clock.lap()  # evaluations and checkpoints are not part of a step
         before, place = p.step, checkpoint.place_of(run)
         with checkpoint.back_if_failed(run, place):
             groups, metrics, sampled = sample_rollout(run)  # collective; lines 5, 7, 8, 9
             with ranks.all_or_none():  # collective
-                samples = samples_to_train(run.recipe, groups, before)  # line 6
+                samples, old = samples_to_train(run.recipe, groups, before)  # line 6
                 if sampled:
                     run.folder.log_samples(run, sampled[(before + 1) % len(sampled)])
         p.idle = 0 if samples else p.idle + 1
@@ -369,7 +373,8 @@ def train(run):
         updates = min(c.UPDATES_PER_ROLLOUT, c.STEPS - before) if samples else 1
         for number in range(1, updates + 1):  # line 10
             with checkpoint.back_if_failed(run, place):
-                trained = update(run, samples, p.step + 1) if samples else {}  # collective
+                trained = update(run, samples, p.step + 1, old) if samples else {}  # collective
+            old = "kept" if old == "now" else old
             p.step += 1  # after line 11: a checkpoint has the number of steps that were made
             place = checkpoint.place_of(run)
             with ranks.all_or_none():  # collective
@@ -379,8 +384,8 @@ def train(run):
                 once = metrics if number == 1 else {}  # the rollout's metrics are logged once
                 run.folder.log("metrics.jsonl", {"step": p.step} | once | trained | run.laps[-1])
                 show(bar, p.step, metrics | trained | run.laps[-1])
-                if samples:
-                    check_update(run, trained, samples)
+            if samples:
+                check_update(run, trained, samples)  # collective
 
 
 def end_rollout(run, before):
@@ -399,14 +404,15 @@ def evaluate_if_due(run):
     """Collective: evaluates at the start, every EVAL_STEPS and at the end. If a stop is requested,
     the evaluation is skipped and happens when the run resumes."""
     c, p = run.c, run.progress
-    due = p.passed(c.EVAL_STEPS, p.evaluated) or p.step >= c.STEPS and p.evaluated < p.step
+    due = p.evaluated is None or p.passed(c.EVAL_STEPS, p.evaluated)
+    due = due or p.step >= c.STEPS and p.evaluated < p.step
     if not (c.EVAL_STEPS and due) or ranks.any_rank(stop.asked):  # collective
         return
     say(f"greedy evaluation on {len(run.questions)} {c.EVAL_SPLIT} questions after step {p.step}")
     result = evaluate(run.sampler, p.step, run.greedy, run.questions)  # collective
     if not ranks.any_rank(stop.asked):  # collective
         run.folder.log_evaluation(result, p.step)
-        p.take_evaluation(result.get("eval_accuracy", -1.0), c.KEEP_BEST)
+        p.take_evaluation(result.get("eval_accuracy"), c.KEEP_BEST)
 
 
 # --- Main ---------------------------------------------------------------------------
@@ -445,8 +451,8 @@ def worker(**given):
 
     c = checks.settled(DEFAULTS, given)
     tokenizer, recipe, _ = prepare(c)
-    policy, recipe.batch = worker_policy(c, tokenizer, recipe.has_turns)
-    run_worker(policy, recipe)
+    policy, batch = worker_policy(c, tokenizer, recipe.has_turns)
+    run_worker(policy, recipe.others(batch=batch))
 
 
 if __name__ == "__main__":

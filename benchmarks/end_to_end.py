@@ -36,7 +36,7 @@ OPTIONS = {
     "activations recomputed": "GRADIENT_CHECKPOINTING=True",
 }
 IN_BFLOAT16 = {"bfloat16": "DTYPE=bfloat16"}
-PARTS = ("sample", "reward", "wait", "backward", "step", "other")
+PARTS = ("sample", "reward", "score", "wait", "backward", "step", "other")
 
 
 def run_ours(model, steps, constants):

@@ -120,7 +120,7 @@ def check_disk(c, model):
 def try_save(c, policy):
     """Writes what a checkpoint has besides weights to a temporary folder. Raises SystemExit if that
     fails: the run would fail at its first checkpoint, and lose what it has learned."""
-    state = {"step": 0, "progress": {"evaluated": -1}, "constants": as_json(vars(c))}
+    state = {"step": 0, "progress": {"accuracy": None}, "constants": as_json(vars(c))}
     try:
         with tempfile.TemporaryDirectory(prefix=".trial_", dir=c.RUN_DIR) as folder:
             policy.save(folder, trial=True)
@@ -183,16 +183,16 @@ def save_failed(run):
     step is saved already, a weight is not finite, or the first update did not pass its check."""
     p = run.progress
     finite = all(parameter.isfinite().all() for parameter in run.policy.model.parameters())
-    if p.checked and p.saved < p.step and not any_rank(not finite):  # collective
+    if p.checked and p.saved != p.step and not any_rank(not finite):  # collective
         save_run(run)  # collective
 
 
 def point(folder, name, step):
-    """Atomically makes folder/name a link to the checkpoint of `step`, or removes it: -1."""
+    """Atomically makes folder/name a link to the checkpoint of `step`, or removes it: None."""
     link, draft = Path(folder, name), Path(folder, f".{name}_{dist.get_rank()}")
     if link.is_dir() and not link.is_symlink():
         say(f"{link} is a folder, not our link to a checkpoint, so it is not replaced")
-    elif step < 0:
+    elif step is None:
         link.unlink(missing_ok=True)
     else:
         draft.unlink(missing_ok=True)

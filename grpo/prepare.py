@@ -43,22 +43,22 @@ def prepare_task(c, *, split, shown, server=None):
     task, tokenizer = load_task(c.TASK), load_tokenizer(c.MODEL)
     if server:
         server.check(c.MODEL, tokenizer, c.TEMPERATURE)
-    recipe = Recipe(c, task, load_split(c, task, split, tokenizer))
+    prompts, parts = load_split(c, task, split, tokenizer), {}
     if any(inspect.iscoroutinefunction(getattr(task, name, None)) for name in REWARDS):
         from grpo.options.rewards.async_rewards import start_loop
 
-        recipe.submit = start_loop(task, c.REWARD_TIMEOUT_SECONDS)
+        parts["submit"] = start_loop(task, c.REWARD_TIMEOUT_SECONDS)
     if c.MAX_FAILED_REWARDS:
         from grpo.options.rewards.failures import Failures
 
-        recipe.failures = Failures(c.MAX_FAILED_REWARDS)
-    ends = {tuple(ids[-4:]) for _, _, ids in recipe.prompts}  # few: those of the chat template
+        parts["failures"] = Failures(c.MAX_FAILED_REWARDS)
+    ends = {tuple(ids[-4:]) for _, _, ids in prompts}  # few: those of the chat template
     tags = any(tokenizer.decode(end).rstrip().endswith((">", "]")) for end in ends)
-    if tags or any(hasattr(ids, "opening") for _, _, ids in recipe.prompts):
+    if tags or any(hasattr(ids, "opening") for _, _, ids in prompts):
         from grpo.options.rewards.opening import opening_of
 
-        recipe.opening = functools.partial(opening_of, tokenizer)
-    recipe.resolve()
+        parts["opening"] = functools.partial(opening_of, tokenizer)
+    recipe = Recipe(c, task, prompts, **parts).resolved()
     preview(recipe, tokenizer, shown)
     return tokenizer, recipe
 

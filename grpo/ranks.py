@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import functools
 import importlib.util
+import itertools
 import multiprocessing
 import os
 import signal
@@ -114,12 +115,10 @@ def gathered(value):
 
 
 def gather_groups(mine):
-    """Collective: returns the groups of all ranks, by their ids."""
-    groups = mine
-    if dist.get_world_size() > 1:  # an item may be anything, even what can't be sent
-        shares = gathered([replace(group, item=None) for group in mine])
-        groups = [group for share in shares for group in share]
-    return sorted(groups, key=lambda group: group.id)
+    """Collective: returns copies of the groups of all ranks, by their ids, also if there is one
+    rank: without their items, which may be anything, even what can't be sent."""
+    shares = gathered([replace(group, item=None) for group in mine])
+    return sorted(itertools.chain(*shares), key=lambda group: group.id)
 
 
 def add_up(count):
@@ -146,15 +145,17 @@ class RunFailed(Exception):
 
 
 @contextlib.contextmanager
-def all_or_none():
+def all_or_none(waiting=None):
     """Collective: if the block fails on one rank, all ranks raise RunFailed. The block must not
-    call a collective."""
+    call a collective. At its end each rank waits for the others, within `waiting`."""
     failure = None
     try:
         yield
     except (Exception, SystemExit) as error:  # noqa: BLE001 (raised again)
         failure = error
-    if any_rank(failure is not None):  # collective
+    with waiting or contextlib.nullcontext():
+        any_failed = any_rank(failure is not None)  # collective
+    if any_failed:
         raise RunFailed("another rank has failed, and its output shows why") from failure
 
 

@@ -1,12 +1,11 @@
-"""The reference's log-probs of a group: from a local model, or none (remote.py: a server).
+"""The reference's log-probs of a rank's groups: from a local model, or none (remote.py: a server).
 
-    answer = reference.logps(group)     # returns a future at once
-    group.take_ref_logps(answer.result())   # (N,) float32; None without a KL penalty
+    reference.ask(group)    # as soon as the group is sampled
+    reference.fill(groups, budget)    # all that were asked for, in that order: sets ref_logps
 
-A server scores a rank's groups while the rank samples the next ones. Without a server (REF_SERVER =
-None) each rank scores its groups with MODEL itself, all at once when the first is needed. With
-LORA_RANK, MODEL is the policy's model without its adapters, which takes no memory; otherwise it is
-a frozen copy.
+A server scores from `ask` on, while the rank samples the next groups. Without a server (REF_SERVER
+= None) each rank scores its groups with MODEL itself in `fill`. With LORA_RANK, MODEL is the
+policy's model without its adapters, which takes no memory; otherwise it is a frozen copy.
 
 The reference may be another model with the same tokenizer, a teacher (docs/teacher.md): REFERENCE
 here, or another MODEL at the server.
@@ -14,12 +13,11 @@ here, or another MODEL at the server.
 
 import contextlib
 import copy
-from concurrent.futures import Future
+from types import MappingProxyType
 
 import torch
 
 from grpo.forward import CompletionModel
-from grpo.log import say
 from grpo.scoring import score_groups
 
 
@@ -31,69 +29,48 @@ def is_teacher(info, model):
 class NoReference:
     """KL_BETA = 0 needs no reference."""
 
-    def __init__(self):
-        self.info = {"model": None}  # other references: the model's name, and its dtype
-        self.budget = 0  # of a LocalReference
+    part = "wait"  # of a step's seconds, as which fill() counts
+    info = MappingProxyType({"model": None})  # other references: the model's name, and its dtype
+    what = "none"
 
-    def logps(self, group):
-        answer = Future()
-        answer.set_result(None)
-        return answer
+    def ask(self, group):
+        pass
 
-
-class Answer(Future):
-    """A group's log-probs. If they are needed and not computed yet, it calls `complete`."""
-
-    def __init__(self, complete):
-        super().__init__()
-        self.complete = complete
-
-    def result(self, timeout=None):
-        if not self.done():
-            self.complete(self)
-        return super().result(timeout)
+    def fill(self, groups, budget):
+        pass
 
 
-# --- Local ----------------------------------------------------------------------------
-class LocalReference:
-    """MODEL itself, or REFERENCE, on each rank. It scores batches of MICRO_BATCH_TOKENS: without a
-    gradient each takes less memory than it does in training."""
+class LocalReference(NoReference):
+    """MODEL itself, or REFERENCE, on each rank."""
+
+    part = "score"
 
     def __init__(self, c, policy):
         self.c, self.policy = c, policy
         self.info = {"model": c.REFERENCE or c.MODEL, "dtype": policy.dtype}
-        self.waiting = []  # [(group, its Answer)]
-        self.budget = c.MICRO_BATCH_TOKENS  # of a batch; "auto" until start_run knows what fits
-        self.adapters, what, model = None, "a copy of MODEL", policy.model
+        self.adapters, self.what, model = None, "a copy of MODEL", policy.model
         if c.REFERENCE:
             from grpo.options.training.teacher import load_teacher
 
-            what, model, self.info["model"] = load_teacher(c, policy)
+            self.what, model, self.info["model"] = load_teacher(c, policy)
         elif c.LORA_RANK:
             from grpo.options.training.lora import ReferenceAdapters
 
-            what = "the policy's model without its adapters"
+            self.what = "the policy's model without its adapters"
             self.adapters = ReferenceAdapters(model)
-        say(f"the reference is {what}")
         self.model = CompletionModel(model)
         if model is policy.model and not self.adapters:
             self.model = copied(self.model)
 
-    def logps(self, group):
-        answer = Answer(self._score_waiting)
-        self.waiting.append((group, answer))
-        return answer
-
-    def _score_waiting(self, _):
-        """Scores all groups that wait, and completes their Answers."""
-        asked, self.waiting = self.waiting, []
-        samples = [group.samples for group, _ in asked]
-        groups = [([s.prompt for s in group], [s.ids for s in group]) for group in samples]
+    def fill(self, groups, budget):
+        """Scores the groups in batches of `budget` tokens, MICRO_BATCH_TOKENS: without a gradient
+        each takes less memory than it does in training."""
+        pairs = [([s.prompt for s in g.samples], [s.ids for s in g.samples]) for g in groups]
         settings = {"temperature": self.c.TEMPERATURE, "vocab_size": self.policy.vocab_size}
         with self.adapters.as_reference() if self.adapters else contextlib.nullcontext():
-            found = score_groups(self.model, groups, budget=self.budget, **settings)
-        for (_, answer), logps in zip(asked, found, strict=True):
-            answer.set_result(logps)
+            found = score_groups(self.model, pairs, budget=budget, **settings)
+        for group, logps in zip(groups, found, strict=True):
+            group.take_ref_logps(logps)
 
 
 def copied(model):

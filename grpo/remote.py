@@ -5,7 +5,7 @@ import json
 import os
 import queue
 import socket
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from urllib.parse import urlsplit
 
 import requests
@@ -13,7 +13,6 @@ import torch
 
 from grpo.client import Client, text_of
 from grpo.log import in_background, say
-from grpo.reference import Answer
 from grpo.waits import Refused, Wait
 from grpo.wire import check_facts, facts_of, pack_ids, unpack_logps, weights_of
 
@@ -28,21 +27,32 @@ class RemoteReference:
     """ref_server.py's model. A thread sends one request at a time: groups that are sampled
     meanwhile go together in the next one. If the server dies, the thread repeats its request."""
 
+    part = "wait"
+
     def __init__(self, server, model, policy):
-        self.server, self.info, self.budget = server, server.info, 0
+        self.server, self.info = server, server.info
         theirs = self.info["model"] != model and self.info.get("weights")  # or an older server
         if theirs and theirs == weights_of(policy.model):
             say(f"{self.info['model']} at {server.url} has the weights of MODEL = {model!r}")
             self.info = self.info | {"model": model}  # it is no teacher
-        self.asked = queue.SimpleQueue()
-        in_background(self._ask)
+        self.what = f"{self.info['model']} at {server.url}"
+        self.asked, self.answers = queue.SimpleQueue(), []  # (group, its Future); Futures
+        in_background(self._score)
 
-    def logps(self, group):
-        answer = Answer(self._wait)
+    def ask(self, group):
+        self.answers.append(answer := Future())
         self.asked.put((group, answer))
-        return answer
 
-    def _ask(self):
+    def fill(self, groups, budget):
+        """Waits for the log-probs of all groups. Raises what the server's last answer raised."""
+        answers, self.answers = self.answers, []
+        waiting = Wait(f"the reference's log-probs from {self.server.url}")
+        for group, answer in zip(groups, answers, strict=True):
+            while not wait([answer], timeout=1).done:
+                waiting.sleep("it has not scored them yet", pause=0)
+            group.take_ref_logps(answer.result())
+
+    def _score(self):
         while True:
             request, tokens = [], 0
             while not request or not self.asked.empty() and tokens < REQUEST_TOKENS:
@@ -55,11 +65,6 @@ class RemoteReference:
             except (Exception, SystemExit) as error:  # noqa: BLE001 (raised in the main thread)
                 for answer in answers:
                     answer.set_exception(error)
-
-    def _wait(self, answer):
-        waiting = Wait(f"the reference's log-probs from {self.server.url}")
-        while not wait([answer], timeout=1).done:
-            waiting.sleep("it has not scored them yet", pause=0)
 
 
 def what_counts(info):

@@ -8,7 +8,6 @@ import json
 import math
 import subprocess
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from safetensors import SafetensorError
 from grpo.log import SPEAK_SECONDS, say
 from grpo.metrics import PARTS
 from grpo.proof import check_reference
+from grpo.ranks import RunFailed, all_or_none
 from grpo.reference import is_teacher
 from grpo.rewards import functions_of
 from grpo.stop import stop
@@ -55,7 +55,7 @@ def naming_run_dir(folder):
 
 
 class RunFolder:
-    """RUN_DIR's metrics.jsonl, samples.jsonl and bad steps; checkpoint.py writes there too."""
+    """RUN_DIR's metrics.jsonl and samples.jsonl; checkpoint.py and evidence.py write there too."""
 
     def __init__(self, path, reporters=()):
         self.path, self.reporters = Path(path), reporters
@@ -70,6 +70,11 @@ class RunFolder:
                 f.write(json.dumps(record) + "\n")
             for reporter in self.reporters if file == "metrics.jsonl" else ():
                 reporter.give(dict(record))
+
+    def write(self, name, record):
+        """Writes a file of one JSON object."""
+        if dist.get_rank() == 0:
+            Path(self.path, name).write_text(json.dumps(as_json(record)))
 
     def log_evaluation(self, evaluation, step):
         self.log("metrics.jsonl", {"step": step} | evaluation)
@@ -104,23 +109,6 @@ class RunFolder:
                 parts = itertools.groupby(pairs, key=lambda pair: pair[0])
                 record["turns"] = [decode([id for _, id in part]) for _, part in parts]
             self.log("samples.jsonl", record)
-
-    def bad_step(self, progress, samples, metrics, limit):
-        """Logs that a step is skipped, and writes its samples to a file. Raises RuntimeError
-        after `limit` skipped steps in a row."""
-        path = self.path / f"bad_step_{progress.step:06d}.json"
-        if dist.get_rank() == 0:
-            path.write_text(json.dumps([asdict(sample) for sample in samples]))
-            for old in sorted(self.path.glob("bad_step_*"))[:-limit]:
-                old.unlink()
-        progress.bad += 1
-        why = f"loss {metrics['loss']}, norm of the gradient {metrics['grad_norm']}"
-        say(f"step {progress.step} is skipped: {why}; {progress.bad} in a row; its data: {path}")
-        if progress.bad >= limit:
-            raise RuntimeError(
-                f"{progress.bad} steps in a row had a loss or gradient that was not finite: is"
-                f" LEARNING_RATE too high? The data of the last step: {path}"
-            )
 
     def undo(self, step):
         """Removes the records of steps after `step`, which the run repeats, and an incomplete last
@@ -159,16 +147,34 @@ def show(bar, step, metrics):
         say(f"step {step} of {bar.total}: {' '.join(shown)}, {seconds:.1f} s a step{left}")
 
 
+@contextlib.contextmanager
+def leaving_evidence(run, step, samples, metrics, other="sampler"):
+    """Collective: if a check of an update's log-probs fails in the block, all ranks raise
+    RunFailed; rank 0 has written the samples to a file, which the error names."""
+    try:
+        with all_or_none():  # collective
+            yield
+    except RunFailed as failure:  # on all ranks
+        from grpo.options.training.evidence import keep_evidence
+
+        error = failure.__cause__ or failure
+        error.add_note(keep_evidence(run, step, samples, metrics, error, other))  # collective
+        raise
+
+
 def check_update(run, metrics, samples):
-    """Raises RuntimeError, on all ranks, after too many updates in a row that were not finite, or
-    if the first update shows that the reference is not the right one."""
+    """Collective: raises RunFailed after too many updates in a row that were not finite, or if the
+    first update shows that the reference is not the right one."""
     progress, c = run.progress, run.c
     if metrics["skipped"]:
-        run.folder.bad_step(progress, samples, metrics, limit=c.IDLE_LIMIT)
+        from grpo.options.training.evidence import skip_step
+
+        skip_step(run, samples, metrics)  # collective
         return
     progress.bad = 0
     if not progress.checked:
-        check_reference(metrics, run.policy.dtype, run.reference.info, model=c.MODEL)
+        with leaving_evidence(run, progress.step, samples, metrics, "reference"):  # collective
+            check_reference(metrics, run.policy.dtype, run.reference.info, model=c.MODEL)
         names = ["sampler_k3", "sampler_tilt"]
         names += [] if is_teacher(run.reference.info, c.MODEL) else ["kl"]
         found = ", ".join(f"{name} {metrics[name]:.1g}" for name in names if name in metrics)
@@ -183,22 +189,23 @@ def log_idle(run, metrics, groups):
     kept = f"{len(groups)} of {metrics['groups_sampled']} groups were kept"
     names = "accuracy", "reward", "frac_outcome_zero_std", "frac_reward_zero_std"
     found = ", ".join(f"{name} {metrics[name]:.2f}" for name in names if name in metrics)
-    run.idle_reason = (
+    why = (
         f"{kept} (SKIP_FLAT_GROUPS = {c.SKIP_FLAT_GROUPS!r}, OUTCOME = {run.recipe.outcome!r}:"
         f" {found}), and {cut} (MASK_TRUNCATED = {c.MASK_TRUNCATED}, MAX_COMPLETION_TOKENS ="
         f" {c.MAX_COMPLETION_TOKENS})"
     )
     if c.MASK_TRUNCATED and (groups or metrics["completions/clipped_ratio"] == 1):  # all of them
-        run.idle_reason += "; raise that limit, or train on them: MASK_TRUNCATED = False"
+        why += "; raise that limit, or train on them: MASK_TRUNCATED = False"
     if metrics.get("tools/call_share") == 0:
-        why = "is STOP_STRINGS right, or does the model make no call?"
-        run.idle_reason += f"; reply() never returned a text: {why}"
+        why += "; reply() never returned a text: is STOP_STRINGS right, or does the model make no"
+        why += " call?"
     if metrics.get("rewards/failed") == 1:
-        run.idle_reason = (
+        why = (
             f"no completion had a reward: {' and '.join(functions_of(run.recipe.task))} returned"
             " None for all of them, or failed; is a service that the task asks down?"
         )
-    say(f"step {p.step + 1} trains nothing ({p.idle} in a row): {run.idle_reason}")
+    p.idle_reason = why
+    say(f"step {p.step + 1} trains nothing ({p.idle} in a row): {why}")
 
 
 def note_accuracies(metrics):
@@ -230,7 +237,7 @@ def report_end(run, asked):
         raise SystemExit(f"stopped by {stop.asked or 'a signal'}; step {p.step} {is_saved}")
     if p.idle >= c.IDLE_LIMIT:
         raise SystemExit(
-            f"{p.idle} steps in a row had nothing to train on; in the last one {run.idle_reason}."
+            f"{p.idle} steps in a row had nothing to train on; in the last one {p.idle_reason}."
             f" Read {c.RUN_DIR}/samples.jsonl: is TASK = {c.TASK!r} too easy or too hard, or are"
             " its rewards wrong? Or has the model broken down (LEARNING_RATE too high)?"
         )
@@ -253,7 +260,7 @@ def model_card(c, state):
     )
     step, p = state["step"], state["progress"]
     kind = f"A LoRA adapter of rank {c.LORA_RANK} for" if c.LORA_RANK else "A model trained from"
-    found = p["evaluated"] >= 0 and p["accuracy"] >= 0  # -1: OUTCOME applied to none
+    found = p["accuracy"] is not None
     result = f"{p['accuracy']:.3f} after step {p['evaluated']}" if found else "none"
     constants = "\n".join(f"{name} = {value!r}" for name, value in state["constants"].items())
     ends = "the tokens `eos_token_id` of `generation_config.json`"

@@ -24,17 +24,19 @@ SAME = ("MODEL", "TASK", "LORA_RANK", "DTYPE")  # a run can't be resumed with ot
 
 @dataclass
 class Progress:
-    """What a checkpoint keeps in addition to weights, optimiser and random number generators."""
+    """What a checkpoint keeps in addition to weights, optimiser and random number generators. None:
+    never, or no accuracy, as OUTCOME applied to no question."""
 
     name: str  # of the run: its folder's name and a random suffix
     step: int = 0  # steps made
-    evaluated: int = -1  # the step of the last evaluation,
-    accuracy: float = 0.0  # and its result
-    saved: int = -1  # the step of the last checkpoint
-    best: int = -1  # the step of the best evaluation (KEEP_BEST), from the first update on,
-    best_accuracy: float = -1.0  # and its result, or the result of step 0 if none was better
+    evaluated: int | None = None  # the step of the last evaluation,
+    accuracy: float | None = None  # and its result
+    saved: int | None = None  # the step of the last checkpoint
+    best: int | None = None  # the step of the best evaluation (KEEP_BEST), from the first update on
+    best_accuracy: float | None = None  # its result, or that of step 0 if none was better
     reference: int = 0  # the step whose policy is the reference; 0: MODEL is
-    idle: int = 0  # steps in a row that had nothing to train
+    idle: int = 0  # steps in a row that had nothing to train,
+    idle_reason: str = ""  # and why the last of them had nothing
     bad: int = 0  # updates in a row that were not finite
     checked: bool = False  # whether the first update has passed its check
     sampled: float = 0.0  # groups that the ranks sampled; earlier steps count less (FADE),
@@ -49,9 +51,9 @@ class Progress:
         """Records this step's evaluation. Ties go to the earlier checkpoint. An evaluation of step
         0 is of MODEL itself, which needs no checkpoint."""
         self.accuracy, self.evaluated = accuracy, self.step
-        if keep_best and accuracy > self.best_accuracy:
-            self.best_accuracy = accuracy
-            self.best = self.step or -1
+        least = -1.0 if self.best_accuracy is None else self.best_accuracy
+        if keep_best and accuracy is not None and accuracy > least:
+            self.best_accuracy, self.best = accuracy, self.step or None
 
     @property
     def flat_share(self):
@@ -123,10 +125,10 @@ def log_other_data(c, progress, stream, before, now):
 
 
 # --- Begin or resume ------------------------------------------------------------------
-def open_run(c, record, engine, stream, reference, data):
+def open_run(c, record, engine, stream, reference, data, uses):
     """Collective: returns the Progress of the run in RUN_DIR: a new run, or one that resumes from
     its newest complete checkpoint. `record` is Run.record; `reference` gets the checkpoint's
-    reference, if that was refreshed; `data` is data_of the run."""
+    reference, if that was refreshed; run.json gets `data` (data_of) and `uses` (start.uses_of)."""
     folder, (path, state) = RunFolder(c.RUN_DIR), newest(c.RUN_DIR)
     if path:
         check_resumable(path, state, record)
@@ -147,13 +149,13 @@ def open_run(c, record, engine, stream, reference, data):
     # Other ranks may write to the same folder
     draft = folder.path / f".run_{dist.get_rank()}.json"
     facts = {"run": progress.name, "code": commit(), "data": data, "constants": record}
-    draft.write_text(json.dumps(facts))
+    draft.write_text(json.dumps(facts | {"uses": uses}))
     draft.replace(folder.path / "run.json")
-    there = progress.best < 0 or (folder.path / f"step_{progress.best:06d}").exists()
+    there = progress.best is None or (folder.path / f"step_{progress.best:06d}").exists()
     if not all(gathered(there)) or not c.KEEP_BEST:  # the next evaluation is then the best
-        progress.best, progress.best_accuracy = -1, -1.0
+        progress.best = progress.best_accuracy = None
     point(c.RUN_DIR, "best", progress.best)
-    point(c.RUN_DIR, "final", -1)
+    point(c.RUN_DIR, "final", None)
     return progress
 
 

@@ -38,12 +38,12 @@ class Sample:
     ref_logps: list[float] | None = None  # of the reference; None if KL_BETA is 0
     advantage: float = 0.0
     weight: float = 0.0  # of each of the model's tokens in the step's loss
-    # The old log-probs of the model's tokens; None: those of the rollout's first update
+    group: str = ""  # its group's id
+    version: int = 0  # the number of steps of the policy that sampled it
+    # The trainer's log-probs of the model's tokens in the last update; None: another rank's
+    trainer_logps: list[float] | None = None
+    # The same in the rollout's first update, whose next ones take them as the old ones
     old_logps: list[float] | None = None
-    # Whether the old log-probs are the trainer's: it sampled all groups of the rollout, with the
-    # weights that its first update trains. If not, they are the sampler's; IS_CAP bounds the ratio
-    trainer_old_logps: bool = True
-    on_policy: bool = False  # whether it was sampled with the weights that are trained next
 
     @property
     def length(self):
@@ -82,18 +82,17 @@ class Group:
         return [id for sample in self.samples for id in sample.ids]
 
     def take_ref_logps(self, logps):
-        """Gives each sample its part of the reference's log-probs, a tensor (N,), or None."""
-        if logps is not None:
-            parts = logps.split([len(sample.ids) for sample in self.samples])
-            for sample, part in zip(self.samples, parts, strict=True):
-                sample.ref_logps = part.tolist()
+        """Gives each sample its part of the reference's log-probs, a tensor (N,)."""
+        parts = logps.split([len(sample.ids) for sample in self.samples])
+        for sample, part in zip(self.samples, parts, strict=True):
+            sample.ref_logps = part.tolist()
 
 
-def keep_logps(batch, logps):
-    """Keeps the log-probs (N,) of a micro-batch's samples if they are those of a rollout's first
-    update: its next updates, on the same samples and off-policy, take them as the old ones."""
+def keep_logps(batch, logps, first):
+    """Keeps the log-probs (N,) of a micro-batch's samples: as evidence, and in a rollout's `first`
+    update as the old ones of its next updates."""
     parts = logps.cpu().split([sample.length for sample in batch])
     for sample, part in zip(batch, parts, strict=True):
-        sample.on_policy = False
-        if sample.old_logps is None:
-            sample.old_logps = part.tolist()
+        sample.trainer_logps = part.tolist()
+        if first:
+            sample.old_logps = sample.trainer_logps

@@ -3,11 +3,13 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
+from grpo.calls import environment_rewards
 from grpo.checkpoint import check_disk, try_save
 from grpo.devices import CPU_BATCH, accelerator
-from grpo.engine import make_engine
+from grpo.engine import make_engine, training_threads
 from grpo.log import say
 from grpo.metrics import Clock
 from grpo.policy import Policy, make_policy, make_sampler
@@ -16,6 +18,7 @@ from grpo.reference import LocalReference, NoReference, is_teacher
 from grpo.report import RunFolder, as_json
 from grpo.resume import Progress, data_of, open_run
 from grpo.rollout import Stream
+from grpo.scoring import use_triton
 from grpo.task import Recipe
 
 # What "auto" is on a CPU
@@ -69,7 +72,7 @@ class NoWorkers:
         pass
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
     """What a run holds from its start to its end, on each rank."""
 
@@ -87,10 +90,9 @@ class Run:
     reference: object  # gives the reference's log-probs of a group: grpo/reference.py
     workers: object  # rank 0's Workers, or NoWorkers
     folder: RunFolder  # RUN_DIR
-    clock: Clock  # seconds of the current step, by part ...
-    laps: list = field(default_factory=list)  # ... and of all steps made
-    data: dict = field(default_factory=dict)  # resume.data_of: hashes of what it reads
-    idle_reason: str = ""  # why the last step without training had nothing to train
+    clock: Clock  # seconds of the current step, by part
+    data: dict  # resume.data_of: hashes of what it reads
+    laps: list = field(default_factory=list)  # the clock's, of all steps made
 
     def close(self):
         self.sampler.close()
@@ -122,6 +124,45 @@ def make_reference(c, policy, server):
     return reference
 
 
+def serve_workers(c, recipe, policy, progress):
+    """Collective: returns rank 0's Workers, which have its policy, or NoWorkers."""
+    workers = NoWorkers()
+    with all_or_none():  # collective
+        if c.PUBLISH_STEPS and dist.get_rank() == 0:
+            from grpo.options.workers.rank_0 import Workers
+
+            workers = Workers(c, recipe, policy, progress.name)
+            workers.publish(progress.step)
+    return workers
+
+
+def make_reporters(c, record, progress):
+    """Returns rank 0's Reporters (REPORT_TO)."""
+    if not c.REPORT_TO or dist.get_rank():
+        return []
+    from grpo.options.training.reporters import Reporter
+
+    return [Reporter(to, record, progress) for to in c.REPORT_TO]
+
+
+def uses_of(c, policy, sampler, engine, recipe, reference):
+    """Returns what a run really uses, texts by name: what fails its trial has been replaced."""
+    model, weight = engine.module, next(policy.model.parameters())
+    device = torch.cuda.get_device_name() if weight.is_cuda else weight.device.type
+    packed = "packed, in one kernel" if model.varlen else "packed, in buckets"
+    chunks = "in chunks, by Triton" if use_triton(weight) else "in chunks, by torch"
+    beside = recipe.submit or environment_rewards(recipe.task)
+    return {
+        "ranks": f"{dist.get_world_size()} on {device}, {training_threads()} CPU threads each",
+        "dtype": policy.dtype,
+        "sampler": sampler.describe(c),
+        "attention": packed if model.packs else "each completion with its prompt",
+        "loss": chunks if c.FUSED_LOSS and model.separable else "all logits at once",
+        "reference": reference.what,
+        "rewards": "beside the sampling" if beside else "in the main thread",
+    }
+
+
 def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     """Collective: returns the Run, new or resumed. `server` is a ReferenceClient, or None;
     `batch_loss` is the trainer's, for trials."""
@@ -135,29 +176,32 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     sampler = make_sampler(c, policy)  # collective; before fit_sizes, which uses what it leaves
     # Collective; a local reference's copy is on the GPU already
     sizes = fit_sizes(c, policy, sampler, batch_loss, recipe.has_turns)
-    reference.budget, recipe.batch = sizes.micro_batch_tokens, sizes.sample_batch
-    greedy = recipe.others(GROUP_SIZE=1, TEMPERATURE=0)
+    recipe = recipe.others(batch=sizes.sample_batch)
     resolved = {"REWARD_WEIGHTS": recipe.weights, "OUTCOME": recipe.outcome}
     record = as_json(vars(c) | sizes.constants() | resolved)
     engine = make_engine(c, policy, sizes.gradient_checkpointing)
     stream = Stream(recipe.prompts, c.SEED, rank, dist.get_world_size())
     data = data_of(recipe)  # collective
-    progress = open_run(c, record, engine, stream, reference, data)  # collective
+    uses = uses_of(c, policy, sampler, engine, recipe, reference)
+    say("; ".join(f"{name}: {what}" for name, what in uses.items()))
+    progress = open_run(c, record, engine, stream, reference, data, uses)  # collective
     check_disk(c, policy.model)  # collective
-    workers = NoWorkers()
-    with all_or_none():  # collective
-        if c.PUBLISH_STEPS and rank == 0:
-            from grpo.options.workers.rank_0 import Workers
-
-            workers = Workers(c, recipe, policy, progress.name)
-            workers.publish(progress.step)
-    reporters = []
-    if c.REPORT_TO and rank == 0:
-        from grpo.options.training.reporters import Reporter
-
-        reporters = [Reporter(to, record, progress) for to in c.REPORT_TO]
-    folder = RunFolder(c.RUN_DIR, reporters)
+    workers = serve_workers(c, recipe, policy, progress)  # collective
     return Run(
-        c, sizes, record, policy, sampler, engine, recipe, greedy, stream, questions, progress,
-        reference, workers, folder, Clock(), data=data,
-    )  # fmt: skip
+        c=c,
+        sizes=sizes,
+        record=record,
+        policy=policy,
+        sampler=sampler,
+        engine=engine,
+        recipe=recipe,
+        greedy=recipe.others(GROUP_SIZE=1, TEMPERATURE=0),
+        stream=stream,
+        questions=questions,
+        progress=progress,
+        reference=reference,
+        workers=workers,
+        folder=RunFolder(c.RUN_DIR, make_reporters(c, record, progress)),
+        clock=Clock(),
+        data=data,
+    )

@@ -93,15 +93,15 @@ def module_name(file):
 
 
 # --- What a run begins with -------------------------------------------------------------
-@dataclass
+@dataclass(frozen=True)
 class Recipe:
     """The task, its prompts, and the constants: the same in the trainer and in all workers."""
 
     c: object  # the Constants, or a changed copy of them (others)
     task: object  # the module tasks/NAME.py, or at a path
     prompts: list  # [(index, item, prompt ids)] of the training split
-    weights: dict | None = None  # {reward: weight}: REWARD_WEIGHTS, or the task's (resolve)
-    outcome: str = ""  # the reward that decides correctness: OUTCOME, or the task's (resolve)
+    weights: dict | None = None  # {reward: weight}: REWARD_WEIGHTS, or the task's (resolved)
+    outcome: str = ""  # the reward that decides correctness: OUTCOME, or the task's (resolved)
     batch: int | None = None  # completions sampled at once: SAMPLE_BATCH, or what fits
     submit: object = None  # begins a call of an async function (start_loop), if the task has one
     failures: object = None  # Failures, or None: the first failed reward ends the run
@@ -121,9 +121,9 @@ class Recipe:
     def chat_options(self):
         return chat_options(self.c, self.task)
 
-    def resolve(self):
-        """Sets weights and outcome: to REWARD_WEIGHTS and OUTCOME, else to the constants of the
-        task, else to a weight of 1 for each reward of an empty completion, and to the only reward
+    def resolved(self):
+        """Returns a copy with weights and outcome: REWARD_WEIGHTS and OUTCOME, else the constants
+        of the task, else a weight of 1 for each reward of an empty completion, and the only reward
         or "correctness". Raises TaskError if they do not fit."""
         c, task = self.c, self.task
         weights = c.REWARD_WEIGHTS or getattr(task, "REWARD_WEIGHTS", None)
@@ -143,7 +143,7 @@ class Recipe:
         if outcome not in weights:
             must = f"name the reward that is above 0 if an answer is right, one of {list(weights)}"
             raise TaskError(c.TASK, "OUTCOME, in the task or the trainer,", f"is {set_to!r}", must)
-        self.weights, self.outcome = weights, outcome
+        return replace(self, weights=weights, outcome=outcome)
 
 
 # --- Prompts --------------------------------------------------------------------------

@@ -117,6 +117,7 @@ def a_run(recipe, **parts):
         "clock": Clock(),
         "progress": Progress("run"),
         "workers": NoWorkers(),
+        "sizes": SimpleNamespace(micro_batch_tokens=24),
     }
     return SimpleNamespace(recipe=recipe, greedy=recipe, c=recipe.c, **own | parts)
 

@@ -60,7 +60,7 @@ def plain_gradient(policy, rows):
     model = CompletionModel(policy.model)
     model.packs = False
     hidden, ids = model([row.prompt for row in rows], [row.ids for row in rows])
-    loss, _ = trainer.batch_loss(c, hidden, model.head, ids, rows, policy.vocab_size)
+    loss, _ = trainer.batch_loss(c, hidden, model.head, ids, rows, policy.vocab_size, "kept")
     gradient = torch.autograd.grad(loss, list(policy.model.parameters()))
     return torch.cat([g.flatten() for g in gradient])
 
@@ -76,7 +76,7 @@ def bad_steps(engine, policy):
         run = SimpleNamespace(engine=engine, policy=policy, sampler=policy, c=c, clock=Clock())
         run.sizes = SimpleNamespace(micro_batch_tokens=8_192)
         run.reference = SimpleNamespace(info={"model": c.MODEL})
-        metrics = trainer.update(run, rows, 100)
+        metrics = trainer.update(run, rows, 100, "kept")
         pairs = zip(before, policy.model.parameters(), strict=True)
         result.append((metrics["skipped"], any(bool((a != b).any()) for a, b in pairs)))
     return result
@@ -111,7 +111,7 @@ def main(model, out):
         for name, budget in BUDGETS.items():
             rows = make_rows(policy, loss_type)
             run.sizes = SimpleNamespace(micro_batch_tokens=budget)
-            metrics = trainer.accumulate(run, rows)
+            metrics = trainer.accumulate(run, rows, "kept", 99)
             gradient = [safe_get_full_grad(p).flatten() for p in policy.model.parameters()]
             result[loss_type, name] = torch.cat(gradient)
             result[loss_type, name, "metrics"] = metrics

@@ -94,7 +94,9 @@ def save(folder, step, *, stream=None, keep=2, model=None, policy=None, engine=N
 def opened(folder, reference=None, *, data=None, stream=None, **changes):
     """-> the Progress of a run that begins or resumes with RUN and other constants."""
     c = SimpleNamespace(**RUN | {"RUN_DIR": str(folder)} | changes)
-    return resume.open_run(c, vars(c), FakeEngine(), stream or a_stream(), reference, data or DATA)
+    return resume.open_run(
+        c, vars(c), FakeEngine(), stream or a_stream(), reference, data or DATA, {}
+    )
 
 
 def names_in(folder):
@@ -148,21 +150,10 @@ def test_a_resumed_run_maps_its_optimiser_and_does_not_hold_it_twice(tmp_path, a
 # --- Other data -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [2], indirect=True)
-def test_each_rank_begins_the_new_order_at_its_own_place(ranks):
-    streams = [a_stream(5, rank=rank, world=2) for rank in range(2)]
-
-    def begin(rank):
-        changed = DATA | {"prompt_ids": "other"}
-        resume.log_other_data(None, resume.Progress("r"), streams[rank], DATA, changed)
-
-    streams[0].position, streams[1].position = 6, 7
-    ranks.run(begin)
-    assert [stream.position for stream in streams] == [0, 1]
-
-
 @pytest.mark.parametrize("data", [{"prompt_ids": "other"}, {"task_file": "other"}, {}])
-def test_other_prompts_have_a_new_order_and_another_file_is_named(data, tmp_path, alone, capsys):
+def test_other_prompts_have_a_new_order_and_another_file_is_named(
+    data, tmp_path, alone, monkeypatch, capsys
+):
     """Once: the next checkpoint has the new hashes."""
     stream = a_stream(5)
     [next(stream) for _ in range(7)]
@@ -174,6 +165,9 @@ def test_other_prompts_have_a_new_order_and_another_file_is_named(data, tmp_path
     out = capsys.readouterr().out
     assert ("begins anew" in out, "TASK = 't' has changed" in out) == (anew, "task_file" in data)
     assert json.loads((tmp_path / "run.json").read_text())["data"] == now
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)  # which begins at its own place
+    resume.log_other_data(SimpleNamespace(**RUN), progress, resumed, DATA, now)
+    assert resumed.position == (1 if anew else 7)
 
 
 def test_the_hashes_are_of_the_prompts_ids_and_of_the_tasks_file(tmp_path, alone):
@@ -239,7 +233,7 @@ def test_the_checkpoint_just_saved_stays_and_torn_ones_of_later_steps_go(tmp_pat
     assert checkpoint.newest(tmp_path)[1]["step"] == 1_000_000
 
 
-@pytest.mark.parametrize("ranks", [1, 2], indirect=True)
+@pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_the_best_checkpoint_is_kept_beside_the_newest_and_has_a_name(tmp_path, ranks):
     def save_all(_):
         for step, best in ((3, 3), (6, 3), (9, 3), (12, 12), (15, 12)):
@@ -248,11 +242,11 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_and_has_a_name(tmp_path, 
                 assert {"step_000009", "step_000003"} <= set(names_in(tmp_path))
             dist.barrier()
 
-    ranks.each(save_all, [None] * ranks.get_world_size())
+    ranks.each(save_all, [None] * 2)
     assert names_in(tmp_path) == ["best", "step_000012", "step_000015"]  # step 3 is best no longer
     assert os.readlink(tmp_path / "best") == "step_000012"  # relative: RUN_DIR may be moved
     states = sorted(path.parts[-3] for path in tmp_path.glob("step_*/trainer/optimizer_*.pt"))
-    assert states == ["step_000015"] * ranks.get_world_size()  # the best is kept for its model
+    assert states == ["step_000015"] * 2  # the best is kept for its model
     (tmp_path / "step_000015/README.md").write_text("a card that somebody has finished")
     assert checkpoint.step_of(ranks.each(checkpoint.newest, [tmp_path] * 2)[0][0]) == 15
 
@@ -303,9 +297,9 @@ def test_links_follow_what_the_resumed_checkpoint_knows(tmp_path, alone):
 
     assert resumed() == (3, 0.5) and os.readlink(tmp_path / "best") == "step_000003"
     assert not os.path.lexists(tmp_path / "final")  # until the run has ended again
-    assert resumed(KEEP_BEST=False) == (-1, -1) and not os.path.lexists(tmp_path / "best")
+    assert resumed(KEEP_BEST=False) == (None, None) and not os.path.lexists(tmp_path / "best")
     shutil.rmtree(tmp_path / "step_000003")
-    assert resumed() == (-1, -1)  # so the next evaluation is the best
+    assert resumed() == (None, None)  # so the next evaluation is the best
     assert not os.path.lexists(tmp_path / "best")
 
 
@@ -314,7 +308,7 @@ def test_the_best_is_the_first_to_have_reached_its_result_and_never_the_model_it
     for progress.step, accuracy in enumerate((0.3, 0.2, 0.3, 0.5, 0.5, 0.4)):
         progress.take_evaluation(accuracy, keep_best=True)
         seen.append(progress.best)
-    assert seen == [-1, -1, -1, 3, 3, 3]
+    assert seen == [None, None, None, 3, 3, 3]
     assert (progress.accuracy, progress.evaluated, progress.best_accuracy) == (0.4, 5, 0.5)
     progress.take_evaluation(0.9, keep_best=False)
     assert progress.best == 3
@@ -322,27 +316,18 @@ def test_the_best_is_the_first_to_have_reached_its_result_and_never_the_model_it
 
 def test_a_folder_that_is_no_link_stays(tmp_path, alone):
     (tmp_path / "best").mkdir()  # somebody's copy
-    for step in (3, -1):
+    for step in (3, None):
         checkpoint.point(tmp_path, "best", step)
     assert (tmp_path / "best").is_dir()
 
 
 # --- Machines with separate disks -----------------------------------------------------
-# Which folder each rank sees -> who makes and renames what is in it
-@pytest.mark.parametrize(
-    "ranks, folders, leaders",
-    [
-        (4, "aabb", [True, False, True, False]),
-        (4, "abab", [True, True, False, False]),
-        (3, "aAb", [True, False, True]),  # the same disk, mounted elsewhere
-    ],
-    indirect=["ranks"],
-)
-def test_each_folder_has_one_rank_that_leads(tmp_path, ranks, folders, leaders):
-    (tmp_path / "A").symlink_to(tmp_path / "a")
+@pytest.mark.parametrize("ranks", [5], indirect=True)
+def test_each_folder_has_one_rank_that_makes_and_renames_what_is_in_it(tmp_path, ranks):
+    (tmp_path / "A").symlink_to(tmp_path / "a")  # the same disk, mounted elsewhere
+    seen = [tmp_path / name for name in "aAbab"]
     (tmp_path / "a").mkdir()
-    seen = [tmp_path / name for name in folders]
-    assert ranks.each(checkpoint.leads, seen) == leaders
+    assert ranks.each(checkpoint.leads, seen) == [True, False, True, False, False]
     assert not any(list(folder.iterdir()) for folder in seen)  # nothing is left
 
 
@@ -445,11 +430,9 @@ def test_a_run_resumes_with_the_same_model(tmp_path, alone, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize("name, one, other", [
-    ("MODEL", "runs/ws", "runs/ws/"), ("MODEL", "runs/ws", "./runs/ws"),
-    ("MODEL", "runs/ws", "runs/../runs//ws"), ("MODEL", "runs/ws", "{here}/runs/ws/"),
-    ("MODEL", "runs/ws", "link"), ("MODEL", "~/ws", "{home}/ws"), ("TASK", "my.py", "./my.py"),
-    ("TASK", "my.py", "{here}/my.py"), ("TASK", "gsm8k", "{root}/tasks/gsm8k.py"),
-    ("TASK", "link/../ws/my.py", "runs/ws/my.py"),
+    ("MODEL", "runs/ws", "{here}/runs/../runs//ws/"), ("MODEL", "runs/ws", "link"),
+    ("MODEL", "~/ws", "{home}/ws"), ("TASK", "my.py", "./my.py"),
+    ("TASK", "gsm8k", "{root}/tasks/gsm8k.py"), ("TASK", "link/../ws/my.py", "runs/ws/my.py"),
 ])  # fmt: skip
 def test_a_run_resumes_with_another_spelling_of_one_path(
     tmp_path, alone, capsys, monkeypatch, name, one, other
@@ -473,10 +456,8 @@ def test_a_run_resumes_with_another_spelling_of_one_path(
     ({"FINAL_LR": 0.1}, {"STEPS": 200}, ("0.55", "0.77")),
     ({"FINAL_LR": 0.1, "LR_SCHEDULE": "cosine"}, {"STEPS": 200}, ("0.55", "0.863")),
     ({}, {"LEARNING_RATE": 2.0}, ("1", "2")),
-    ({"FINAL_LR": 0.1}, {"LR_SCHEDULE": "cosine", "STEPS": 60}, ("0.55", "0.149")),
     ({"WARMUP_STEPS": 100}, {"WARMUP_STEPS": 0}, ("0.5", "1")),
     ({"FINAL_LR": 0.1}, {"FINAL_LR": 0.0}, ("0.55", "0.49")),
-    ({"FINAL_LR": 0.1}, {}, None),  # as it would have gone on
     ({"FINAL_LR": 0.1}, {"STEPS": 101}, None),  # less than a step's change
     ({"FINAL_LR": 0.1}, {"STEPS": 50}, None),  # no step is left
     ({}, {"STEPS": 200, "WEIGHT_DECAY": 0.1}, None),

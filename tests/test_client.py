@@ -1,5 +1,6 @@
 """The clients: what they wait for, what they refuse, and for how long."""
 
+import contextlib
 import json
 from types import SimpleNamespace
 
@@ -96,12 +97,20 @@ def test_a_refusal_is_raised_at_once_with_its_reason():
         client.score([make_group()])
 
 
-@pytest.mark.parametrize("info", [INFO | {"model": "another"}, INFO | {"dtype": "bfloat16"}, None])
-def test_a_server_that_came_back_with_another_model_is_refused(info, no_pause):
+HASHED = INFO | {"weights": "a"}
+
+
+@pytest.mark.parametrize("before, now, refused", [
+    (INFO, INFO | {"model": "another"}, True), (INFO, None, True),
+    (HASHED, HASHED | {"dtype": "bfloat16"}, True), (HASHED, HASHED | {"weights": "b"}, True),
+    (HASHED, HASHED | {"model": "copy"}, False),
+])  # fmt: skip
+def test_a_server_that_came_back_with_another_model_is_refused(before, now, refused, no_pause):
     group = make_group()
-    client, _ = a_client(b"", answer([group], info=info))
-    with pytest.raises(Refused, match="theirs"):
-        client.score([group])
+    client, _ = a_client(b"", answer([group], info=now))
+    client.info = before
+    with pytest.raises(Refused, match="theirs") if refused else contextlib.nullcontext():
+        assert client.score([group])
 
 
 def test_a_reference_that_does_not_fit_is_refused_with_what_differs(tokenizer):

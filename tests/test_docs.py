@@ -59,7 +59,7 @@ WRITTEN = {
 }  # by runs
 WRITTEN |= {"adapter_config.json", "example_model_solutions.jsonl", "runs/gpu_report.md"}
 WRITTEN |= {".gpu/kit/run.py", ".gpu/results/gpu_report.md"}
-WRITTEN |= {"curves.png", "my/task.py"}
+WRITTEN |= {"curves.png", "my/task.py", "run.json"}
 HISTORY = r"git show (\w+:[\w./]+)"
 FILE = re.compile(r"[\w*./-]+\.(?:py|md|txt|html|yml|toml|png|jsonl?)\b", re.ASCII)
 

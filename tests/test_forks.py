@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import python
 
 TASK = """
 import multiprocessing, subprocess, sys, time
@@ -36,16 +37,14 @@ def rewards(item, text):
 """
 
 
-def python(code):
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    options = {"capture_output": True, "text": True, "timeout": 100}
-    return subprocess.run(command, check=False, cwd=Path(__file__).parent.parent, **options)
+def run(code):
+    return python("-c", textwrap.dedent(code))
 
 
 @pytest.mark.parametrize("way", ["fork", "forkserver", "spawn"])
 def test_a_reward_may_start_processes_and_none_is_left(way, tmp_path):
     (file := tmp_path / f"starts_by_{way}.py").write_text(TASK)
-    done = python(f"""
+    done = run(f"""
         from grpo.constants import Constants, begin
         begin()
         import psutil
@@ -66,7 +65,7 @@ def test_a_reward_may_start_processes_and_none_is_left(way, tmp_path):
 
 def test_a_signal_that_meets_a_child_at_its_birth_is_not_lost():
     """The child takes 0.5 s until it has its handlers; the signal comes before."""
-    done = python("""
+    done = run("""
         import multiprocessing, os, time
         os.register_at_fork(after_in_child=lambda: time.sleep(0.5))  # hooks run in this order
         from grpo.stop import stop
@@ -81,10 +80,11 @@ def test_a_signal_that_meets_a_child_at_its_birth_is_not_lost():
 
 
 def test_a_child_ignores_the_runs_ctrl_c_and_ends_with_the_run():
-    done = python("""
+    done = run("""
         import multiprocessing, os, signal, time
         from grpo.stop import stop
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` would ignore it
         with stop.listening():
             process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(99,))
             process.start()
@@ -98,7 +98,7 @@ def test_a_child_ignores_the_runs_ctrl_c_and_ends_with_the_run():
 
 def test_a_child_of_a_thread_outlives_the_thread_and_can_be_terminated():
     """Each reply() is called in a thread of its own, and may keep a process for the next one."""
-    done = python("""
+    done = run("""
         import multiprocessing, threading, time
         from grpo.ranks import no_child_stays
         from grpo.stop import stop
@@ -123,7 +123,7 @@ def test_a_child_of_a_thread_outlives_the_thread_and_can_be_terminated():
 
 
 def test_a_pool_that_a_task_keeps_does_not_hang_the_end():
-    done = python("""
+    done = run("""
         import multiprocessing
         from grpo.ranks import no_child_stays
         from grpo.stop import stop
@@ -135,7 +135,7 @@ def test_a_pool_that_a_task_keeps_does_not_hang_the_end():
 
 
 def test_a_child_that_exits_does_not_wait_for_the_watchdog_of_the_time_limit():
-    done = python("""
+    done = run("""
         import os, sys
         from grpo.calls import timely, watchdog
         with timely(20, "a reward"):

@@ -1,5 +1,6 @@
 """The recipe: prompts of each rank and worker."""
 
+from dataclasses import replace
 from itertools import islice
 from types import SimpleNamespace
 
@@ -40,7 +41,7 @@ def test_questions_that_are_trained_on_and_evaluated_are_counted(tokenizer, caps
         messages=lambda item: [{"role": "user", "content": item["question"]}],
     )
     recipe = a_recipe(task=task, MAX_PROMPT_TOKENS=99, EVAL_QUESTIONS=5)
-    recipe.prompts = load_split(recipe.c, task, "train", tokenizer)
+    recipe = replace(recipe, prompts=load_split(recipe.c, task, "train", tokenizer))
     assert len(load_questions(recipe, tokenizer)) == 5
     assert "2 of the 5 questions of the evaluation are also trained" in capsys.readouterr().out
     questions["test"] = "xyz"

@@ -1,7 +1,6 @@
 """The reference's log-probs of a group: from none, from MODEL in the trainer, and from a server."""
 
-import contextlib
-import json
+import copy
 import shutil
 import threading
 import time
@@ -10,9 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import a_group, move, tiny_policy
-from helpers import Replies, reply
 
-from grpo import reference as module
 from grpo import remote as remote_module
 from grpo.options.training.refresh import RefreshedReference
 from grpo.proof import check_reference
@@ -20,10 +17,10 @@ from grpo.reference import (
     LocalReference,
     NoReference,
 )
-from grpo.remote import ReferenceClient, RemoteReference
+from grpo.remote import RemoteReference
 from grpo.start import make_reference
 from grpo.waits import Refused
-from grpo.wire import pack_logps, weights_of
+from grpo.wire import weights_of
 
 MEASURED = 1e-5  # rounding of float32 over batches
 
@@ -52,15 +49,22 @@ def own_logps(policy, group):
 
 def gap(reference, policy):
     """-> how far the reference's log-probs are from the policy's."""
-    answers = [(reference.logps(group), own_logps(policy, group)) for group in GROUPS]
-    return max((answer.result() - own).abs().max().item() for answer, own in answers)
+    groups = copy.deepcopy(GROUPS)
+    reference.fill(groups, 24)
+    pairs = [(torch.tensor(ref_of(group)), own_logps(policy, group)) for group in groups]
+    return max((mine - own).abs().max().item() for mine, own in pairs)
+
+
+def ref_of(group):
+    return [p for sample in group.samples for p in sample.ref_logps]
 
 
 # --- None -------------------------------------------------------------------------------
 def test_without_a_kl_penalty_there_is_no_reference():
     reference = make_reference(constants(KL_BETA=0), policy=None, server=None)
     assert isinstance(reference, NoReference) and reference.info == {"model": None}
-    assert reference.logps(GROUPS[0]).result() is None
+    reference.ask(GROUPS[0])
+    reference.fill(GROUPS[:1], 24)
 
 
 # --- Here -------------------------------------------------------------------------------
@@ -73,21 +77,6 @@ def test_here_the_reference_is_model_whatever_the_policy_becomes(lora_rank, tiny
     move(policy.model, 0.1)
     assert gap(reference, tiny_policy(tiny)) < MEASURED < 0.01 < gap(reference, policy)
     assert [p.requires_grad for p in policy.model.parameters()] == before
-
-
-def test_all_that_were_asked_for_are_scored_together_when_the_first_is_needed(tiny, monkeypatch):
-    policy, asked = tiny_policy(tiny), []
-    reference, run = LocalReference(constants(), policy), module.score_groups
-
-    def noted(model, groups, **settings):
-        asked.append(len(groups))
-        return run(model, groups, **settings)
-
-    monkeypatch.setattr(module, "score_groups", noted)
-    first, second, third = map(reference.logps, GROUPS)
-    assert asked == [] and not first.done()
-    assert second.result().shape == (9,) and first.done() and third.done()
-    assert first.result().shape == (4,) and asked == [3]
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
@@ -165,12 +154,13 @@ class FakeServer:
 
 @pytest.fixture
 def remote(capsys):
-    """-> (server, reference) of which one request has been sent, and its answer."""
+    """-> (server, reference, group): a group was asked for."""
     server = FakeServer()
     reference = make_reference(constants(), None, server)
     assert isinstance(reference, RemoteReference) and reference.info == server.info
     assert "a teacher, not MODEL: theirs" in capsys.readouterr().out
-    first = reference.logps(GROUPS[0])
+    first = copy.deepcopy(GROUPS[0])
+    reference.ask(first)
     while not server.asked:
         time.sleep(0.001)
     yield server, reference, first
@@ -212,51 +202,39 @@ def test_a_reference_that_is_a_copy_of_the_model_is_no_teacher(tiny, tmp_path, c
     reference = make_reference(c, tiny_policy(tiny), server=None)
     out = capsys.readouterr().out
     assert reference.info["model"] == "tiny" and "a teacher" not in out
-    assert "copy', which has the weights of MODEL" in out
-
-
-@pytest.mark.parametrize("now, refused", [
-    ({"model": "copy"}, False), ({"weights": "b"}, True), ({"dtype": "bfloat16"}, True),
-])  # fmt: skip
-def test_a_server_may_start_again_with_the_model_under_another_name(now, refused):
-    info = {"model": "tiny", "dtype": "float32", "weights": "a"}
-    (group,) = groups_of((2,))
-    body = pack_logps(torch.zeros(2))
-    head = f"X-Info: {json.dumps(info | now)}\r\n"
-    client = ReferenceClient(Replies(reply(200, body, headers=head)).url, 5)
-    client.info = info
-    with pytest.raises(Refused, match="now serves") if refused else contextlib.nullcontext():
-        assert client.score([group])[0].tolist() == [0, 0]
+    assert reference.what.endswith("copy', which has the weights of MODEL")
 
 
 def test_groups_that_are_sampled_meanwhile_go_in_one_request(remote):
     server, reference, first = remote
-    others = [reference.logps(group) for group in GROUPS]
+    groups = copy.deepcopy(GROUPS)
+    for group in groups:
+        reference.ask(group)
     server.gate.release(2)
-    assert torch.equal(first.result(), torch.tensor(GROUPS[0].ids).float())
-    for answer, group in zip(others, GROUPS, strict=True):
-        assert torch.equal(answer.result(), torch.tensor(group.ids).float())
+    reference.fill([first, *groups], 24)
+    assert all(ref_of(group) == group.ids for group in [first, *groups])
     assert server.asked == [1, 3]
 
 
 def test_a_request_is_bounded(remote, monkeypatch):
-    server, reference, _ = remote
+    server, reference, first = remote
     tokens = len(GROUPS[0].prompt) + 4  # 2 completions
     monkeypatch.setattr(remote_module, "REQUEST_TOKENS", tokens + 2)
-    answers = [reference.logps(GROUPS[0]) for _ in range(5)]
+    for _ in range(5):
+        reference.ask(first)
     server.gate.release(9)
-    assert [len(answer.result()) for answer in answers] == [4] * 5
+    reference.fill([first] * 6, 24)
     assert server.asked == [1, 2, 2, 1]
 
 
 def test_an_error_reaches_those_who_wait_for_it_and_the_next_are_asked_for(remote):
     server, reference, first = remote
-    second = reference.logps(GROUPS[1])
     server.fault = Refused("another reference")  # a SystemExit, in a thread
-    server.gate.release(2)
-    for answer in (first, second):
-        with pytest.raises(Refused, match="another reference"):
-            answer.result()
+    server.gate.release()
+    with pytest.raises(Refused, match="another reference"):
+        reference.fill([first], 24)
     server.fault = None
     server.gate.release()
-    assert len(reference.logps(GROUPS[2]).result()) == 4
+    reference.ask(first)
+    reference.fill([first], 24)
+    assert ref_of(first) == first.ids

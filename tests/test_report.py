@@ -161,11 +161,9 @@ def test_a_card_has_what_the_hub_and_a_person_want_to_know(tmp_path, rank):
         assert fact in text
     exec(text.split("```python\n")[1].split("```")[0], names := {})  # noqa: S102 (a preset)
     assert names["LORA_RANK"] == rank and names["REWARD_WEIGHTS"] == c.REWARD_WEIGHTS
-    progress["evaluated"] = -1
+    progress["accuracy"] = None  # never, or OUTCOME applied to no question
     text = report.model_card(c.but(MODEL=str(tmp_path)), state)  # the hub would look for it
     assert ModelCard(text).data.base_model is None and "0.250" not in text
-    progress |= {"evaluated": 90, "accuracy": -1.0}  # OUTCOME applied to no question
-    assert "-1" not in report.model_card(c, state).split("```python")[0]
 
 
 # --- The end --------------------------------------------------------------------------
@@ -203,7 +201,7 @@ def test_steps_without_an_untruncated_completion_name_the_constant_that_trains_o
     run = SimpleNamespace(recipe=recipe, progress=Progress("run", idle=1))
     metrics = {"completions/clipped_ratio": truncated, "groups_sampled": 3}
     report.log_idle(run, metrics, [None] * kept)
-    assert "no completion had a reward" not in run.idle_reason
+    assert "no completion had a reward" not in run.progress.idle_reason
     report.log_idle(run, metrics | {"rewards/failed": 1}, [None] * kept)
-    assert "no completion had a reward: rewards() returned None" in run.idle_reason
+    assert "no completion had a reward: rewards() returned None" in run.progress.idle_reason
     assert ("train on them: MASK_TRUNCATED = False" in capsys.readouterr().out) == hint

@@ -5,7 +5,6 @@ import json
 import math
 import threading
 from collections import Counter, deque
-from concurrent.futures import Future
 from decimal import Decimal
 from statistics import fmean, stdev
 from types import SimpleNamespace
@@ -38,19 +37,20 @@ from grpo.waits import TooLong
 
 
 class Reference:
-    """Answers with what `score` gives of a group. As the server's: it may do so at any time."""
+    """Answers with what `score` gives of a group."""
+
+    part = "score"
 
     def __init__(self, score=lambda group: -torch.tensor(group.ids).float()):
         self.score, self.asked = score, []
 
-    def logps(self, group):
-        answer = Future()
+    def ask(self, group):
         self.asked.append(group.index)
-        try:
-            answer.set_result(self.score(group))
-        except RuntimeError as error:
-            answer.set_exception(error)
-        return answer
+
+    def fill(self, groups, budget):
+        assert [group.index for group in groups] == self.asked[-len(groups) :] or not groups
+        for group in groups:
+            group.take_ref_logps(self.score(group))
 
 
 def take_step(outcomes, *, step=0, engine=None, workers=None, reference=None, **recipe):
@@ -105,7 +105,7 @@ def test_a_reward_that_does_not_apply_is_in_no_mean(alone):
 
 
 def metrics_of(recipe, group):
-    return metrics_module.rollout_metrics(a_run(recipe), Counter(), [group])
+    return metrics_module.rollout_metrics(a_run(recipe), Counter(), 0, [group])
 
 
 def test_a_step_samples_in_rounds_until_it_has_enough(alone):
@@ -241,8 +241,7 @@ def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone):
     assert metrics["groups_sampled"] == 4 and metrics["frac_outcome_zero_std"] == 1 / 4
     assert metrics["completions/mean_length"] == (3 + 4 + 4 + 4) / 7
     assert (metrics["staleness"], metrics["staleness_max"]) == (4 / 3, 2)
-    rows = trainer.samples_to_train(a_recipe(), groups, 3)
-    assert not any(row.trainer_old_logps for row in rows)
+    assert trainer.samples_to_train(a_recipe(), groups, 3)[1] == "sampler"
 
 
 def test_workers_alone_may_sample(alone):
@@ -284,8 +283,8 @@ def test_an_evaluation_leaves_out_what_never_applied_and_is_then_no_best(
     monkeypatch.setattr(trainer, "evaluate", lambda *_: result)
     folder = report.RunFolder(tmp_path)
     trainer.evaluate_if_due(a_run(recipe, progress=progress, folder=folder, questions=[]))
-    assert (progress.evaluated, progress.best) == (progress.step, -1)
-    assert progress.accuracy < 0
+    assert (progress.evaluated, progress.best) == (progress.step, None)
+    assert progress.accuracy is None
 
 
 def test_an_evaluation_begins_no_more_questions_once_the_run_is_to_stop(alone, monkeypatch):

@@ -3,19 +3,19 @@
 import contextlib
 import json
 import queue
+import re
 import socket
-import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import requests
 import torch
 from fakes import tiny_policy
 from helpers import LIMITS, VOCAB, call, make_group, refused
+from processes import command_of, kill, start
 
 import ref_server
 from grpo.log import in_background
@@ -24,7 +24,6 @@ from grpo.remote import ReferenceClient
 from grpo.wire import facts_of, pack_ids, unpack_ids, unpack_logps, weights_of
 from ref_server import Reference, Request, answer_all, make_app, take
 
-ROOT = Path(__file__).parent.parent
 INFO = {"model": "theirs", "dtype": "float32"}
 THREADS = 8
 
@@ -201,14 +200,17 @@ def test_a_full_server_says_so_and_still_answers_health():
     http.stop()
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_server_that_a_signal_ends_says_so_also_while_it_loads(name):
-    lines = "import os, signal, ref_server"
-    lines += f"\nref_server.Reference = lambda c: os.kill(os.getpid(), signal.{name})"
-    lines += "\nref_server.main(PORT=0)"
-    words = [sys.executable, "-c", lines]
-    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.returncode == 1 and f"ended by {name}" in ended.stderr
+LOADS = """
+import os, signal, ref_server
+ref_server.Reference = lambda c: os.kill(os.getpid(), signal.SIGUSR1)
+ref_server.main(PORT=0)
+"""
+
+
+def test_a_server_that_a_signal_ends_says_so_also_while_it_loads(tmp_path):
+    (tmp_path / "loads.py").write_text(LOADS)
+    process = start([sys.executable, tmp_path / "loads.py"], tmp_path / "log")
+    assert process.wait(60) == 1 and "ended by SIGUSR1" in (tmp_path / "log").read_text()
 
 
 def has_ipv6():
@@ -218,15 +220,15 @@ def has_ipv6():
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
-@pytest.mark.parametrize("host", ["::1", "[::1]"])
-def test_the_url_that_a_server_prints_is_one_that_a_client_accepts(tiny, host):
-    words = [sys.executable, "ref_server.py", f"MODEL={tiny}", f"HOST={host}", "PORT=0"]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            line = next(line for line in process.stdout if line.startswith("serving "))
-            url = line.split(" on ")[1].strip()
-            client = ReferenceClient(url, 1)
-            assert client.call("GET", "/info").json()["model"] == str(tiny)
-            assert requests.get(f"{url}/health", timeout=9).ok
-        finally:
-            process.kill()
+def test_the_url_that_a_server_prints_is_one_that_a_client_accepts(tiny, tmp_path):
+    log, preset = tmp_path / "log", {"MODEL": str(tiny), "HOST": "[::1]", "PORT": 0}
+    process = start(command_of("ref_server", preset), log)
+    while not (url := re.search(r"serving .* on (\S+)", log.read_text())):
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.05)
+    try:
+        client = ReferenceClient(url[1], 1)
+        assert client.call("GET", "/info").json()["model"] == str(tiny)
+        assert requests.get(f"{url[1]}/health", timeout=9).ok
+    finally:
+        kill(process)

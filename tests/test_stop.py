@@ -1,6 +1,7 @@
 """Signals that ask a trainer to end, and waits that have a limit."""
 
 import contextlib
+import itertools
 import os
 import pty
 import signal
@@ -9,16 +10,16 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from grpo.stop import ANNOUNCE, stop
 
 ROOT = Path(__file__).parent.parent
+ANNOUNCED = signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
 
 LISTENS = """
-import sys
+import signal, sys
 from grpo import stop, waits
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` would ignore it
 waits.STOP_SECONDS, stop.AGAIN_SECONDS, wait = 1, 1, waits.Wait("the server", 600)
 with stop.stop.listening():
     print("listening", flush=True)
@@ -28,9 +29,9 @@ with stop.stop.listening():
 
 
 @contextlib.contextmanager
-def listener(doing, **options):
+def listener(doing):
     words = [sys.executable, "-c", LISTENS, doing]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} | options
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(words, cwd=ROOT, text=True, **pipes) as process:
         try:
             assert process.stdout.readline() == "listening\n"
@@ -58,34 +59,21 @@ def test_a_trainer_that_is_asked_to_end_does_not_wait_for_a_server_that_is_down(
         assert "the server: it is down" in process.stdout.read()
 
 
-@pytest.mark.parametrize("number", ANNOUNCE, ids=lambda number: number.name)
-def test_signals_that_announce_an_end_stop_a_trainer_as_sigterm_does(number):
-    with listener("compute") as process:
-        for _ in range(2):  # Slurm's may be followed by others
-            process.send_signal(number)
-        assert f"{number.name}: the run ends after this step" in process.stdout.readline()
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
-        assert process.poll() is None
-
-
-@pytest.mark.parametrize("number", ANNOUNCE, ids=lambda number: number.name)
-def test_they_do_not_if_they_are_ignored_or_have_a_handler(number):
+def test_signals_that_announce_an_end_stop_a_trainer_unless_they_are_ignored_or_have_a_handler():
     """nohup ignores SIGHUP; submitit, which requeues jobs, has handlers of SIGUSR1 and SIGUSR2."""
-    ignore = lambda: signal.signal(number, signal.SIG_IGN)
-    with listener("compute", preexec_fn=ignore) as process:
-        process.send_signal(number)
-        time.sleep(0.2)
-        process.send_signal(signal.SIGTERM)
-        assert "SIGTERM: the run ends after this step" in process.stdout.readline()
+    assert set(ANNOUNCED) == set(ANNOUNCE)
     heard = []
-    before = signal.signal(number, lambda *_: heard.append(number))
-    try:
-        with stop.listening():
-            signal.raise_signal(number)
-            assert heard and not stop.asked
-    finally:
-        signal.signal(number, before)
+    handlers = {signal.SIG_DFL: True, signal.SIG_IGN: False, lambda *_: heard.append(1): False}
+    for number, (handler, stops) in itertools.product(ANNOUNCED, handlers.items()):
+        before = signal.signal(number, handler)
+        try:
+            with stop.listening():
+                for again in (number, number, signal.SIGTERM):  # Slurm's may be followed by others
+                    signal.raise_signal(again)
+                assert stop.asked == (number.name if stops else "SIGTERM")
+        finally:
+            signal.signal(number, before)
+    assert len(heard) == 2 * len(ANNOUNCED)
 
 
 HANGS_UP = """

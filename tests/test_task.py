@@ -117,7 +117,7 @@ def judged(texts=("first", "second"), **task):
     unset = {"REWARD_WEIGHTS": None, "OUTCOME": None}
     task = SimpleNamespace(**task)
     recipe = a_recipe([(0, QUESTION, [5])], task=task, TASK="mine", **unset)
-    recipe.resolve()
+    recipe = recipe.resolved()
     return recipe, reward_texts(recipe, QUESTION, list(texts))
 
 
@@ -193,12 +193,12 @@ def test_a_tasks_weights_and_outcome_are_taken_and_a_constant_overrides_them():
     own = {"REWARD_WEIGHTS": {"b": 3.0, "a": 1.0}, "OUTCOME": "b"}
     task = SimpleNamespace(rewards=lambda item, text: {"a": 1, "b": 2}, **own)
     recipe = a_recipe([PROMPT], task=task, REWARD_WEIGHTS=None, OUTCOME=None)
-    recipe.resolve()
+    recipe = recipe.resolved()
     assert (recipe.weights, recipe.outcome) == ({"b": 3.0, "a": 1.0}, "b")
     assert list(reward_texts(recipe, PROMPT[1], [""])[0]) == ["b", "a"]
     assert settings_of(recipe)["order of REWARD_WEIGHTS"] == ["b", "a"]  # workers compare it, too
     recipe = a_recipe([PROMPT], task=task, REWARD_WEIGHTS={"a": 1, "b": 0}, OUTCOME="a")
-    recipe.resolve()
+    recipe = recipe.resolved()
     assert (recipe.weights, recipe.outcome) == ({"a": 1, "b": 0}, "a")
 
 
@@ -220,7 +220,7 @@ def test_a_task_may_be_a_path_whose_folder_it_can_import_from(tiny, tmp_path, mo
     prompts = [(0, task.load("train")[0], [5])]
     recipe = a_recipe(prompts, task=task, TASK="my/cities.py", REWARD_WEIGHTS=None)
     with pytest.raises(TaskError, match="^my/cities.py: .*ZeroDivisionError, line 4: "):
-        recipe.resolve()
+        recipe.resolved()
     # Elsewhere on a worker's machine
     settings = [settings_of(a_recipe(TASK=path)) for path in ("/x/cities.py", "my/cities.py")]
     assert settings[0] == settings[1]
@@ -297,7 +297,7 @@ def previewed(tiny, capsys, messages=chat, template=None, **task):
     own = {"TASK": "mine", "MODEL": "its name", "REWARD_WEIGHTS": None, "OUTCOME": None}
     recipe = a_recipe(task=task, **own)
     recipe.prompts.append((7, item, ids_of(recipe.c, task, item, tokenizer)))
-    recipe.resolve()
+    recipe = recipe.resolved()
     preview(recipe, tokenizer, 1)
     return capsys.readouterr().out
 

@@ -8,16 +8,17 @@ import re
 import runpy
 import shlex
 import signal
-import subprocess
 import sys
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fakes import a_recipe
 from helpers import Replies, reply
+from processes import python
 
 import grpo_ref_split as trainer
 from grpo.checks import settled
@@ -82,7 +83,7 @@ def test_where_a_judge_fails_the_reward_does_not_apply(judged, monkeypatch):
     assert time.monotonic() - began < 3
     recipe = a_recipe(task=judge, REWARD_WEIGHTS=judge.REWARD_WEIGHTS, TASK="judge")
     monkeypatch.setattr(judge, "URL", "http://127.0.0.1:1/")
-    recipe.submit = start_loop(judge, 60)
+    recipe = replace(recipe, submit=start_loop(judge, 60))
     (rewards,) = reward_texts(recipe, {"question": "?"}, ["x"])
     assert all(map(math.isnan, rewards.values()))
 
@@ -113,7 +114,7 @@ def test_the_example_with_a_pool_of_processes(tmp_path):
     file = tmp_path / "adds_slowly.py"
     file.write_text(recipes()[1] + "def load(split): return []\ndef messages(item): return []\n")
     recipe = a_recipe(task=load_task(str(file)), TASK=str(file), REWARD_WEIGHTS={"reward": 1})
-    recipe.submit = start_loop(recipe.task, 60)
+    recipe = replace(recipe, submit=start_loop(recipe.task, 60))
     with recipe.task.POOL:
         found = reward_texts(recipe, {"answer": 3}, ["1 2", "1 3"] * 8)
     assert [rewards["reward"] for rewards in found] == [1.0, 0.0] * 8
@@ -311,8 +312,7 @@ def test_a_list_of_tasks_and_a_wrong_name_come_at_once(name):
     code = f"import runpy, sys\nsys.argv[1:] = {name.split()}\n"
     code += "try: runpy.run_module('tasks', run_name='__main__')\n"
     code += "finally: print({'torch', 'transformers', 'deepspeed'} & set(sys.modules))"
-    command = [sys.executable, "-c", code]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, check=False, text=True)
+    shown = python("-c", code)
     assert shown.stdout.endswith("set()\n") and ("did you mean gsm8k" in shown.stderr) == bool(name)
     for task in ("arithmetic", "gsm8k", "math"):
         assert bool(re.search(rf"(?m)^    {task} +\w", shown.stdout)) != bool(name)

@@ -3,6 +3,7 @@ it appends EOS, and it reads special tokens in a tool's text."""
 
 import functools
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -110,7 +111,7 @@ def test_the_assistants_last_message_goes_on_as_in_trl_and_rewards_see_it(
     rewards = lambda item, completion: seen.append(completion) or 0.0
     task = SimpleNamespace(rewards=rewards, messages=lambda item: chat)
     recipe = a_recipe(task=task, REWARD_WEIGHTS={"reward": 1.0}, OUTCOME="reward")
-    recipe.opening = functools.partial(opening_of, tokenizer)
+    recipe = replace(recipe, opening=functools.partial(opening_of, tokenizer))
     sampled(Says("42"), recipe, iter([(0, ITEM, pickle.loads(pickle.dumps(ids)))]))
     opening = whole[whole.rindex(text.strip()) :] if text.strip() else whole[len(whole) :]
     assert {x.strip() for x in seen} == {(opening + "42").strip()}
@@ -159,7 +160,7 @@ def test_such_a_template_can_earn_the_format_reward_everywhere(tokenizer, alone,
     """A second <think> earns nothing: the prompt has the first."""
     ids = prompt_ids(opening(tokenizer, THINK), [USER])
     recipe = a_recipe([(0, ITEM, ids)], task=gsm8k, REWARD_WEIGHTS=gsm8k.REWARD_WEIGHTS)
-    recipe.opening = functools.partial(opening_of, tokenizer)
+    recipe = replace(recipe, opening=functools.partial(opening_of, tokenizer))
     for text, format in (("42</think><answer>42</answer>", 1.25), ("<think>42</think>", -1.0)):
         (group,) = sampled(Says(text), recipe, iter(recipe.prompts))
         assert [s.rewards["format"] for s in group.samples] == [format] * 2
@@ -171,10 +172,11 @@ def test_such_a_template_can_earn_the_format_reward_everywhere(tokenizer, alone,
     out = capsys.readouterr().out
     assert "rewards of the gold answer '<think>\\n6 * 7 </think><answer> 42</answer>'" in out
     assert "correctness 1, format 1.25" in out and repr(THINK) in out
-    recipe.task = SimpleNamespace(
+    task = SimpleNamespace(
         messages=gsm8k.messages, gold=lambda item: "42", rewards=lambda item, text: text == "42"
     )
-    recipe.weights, recipe.outcome = {"reward": 1.0}, "reward"
+    recipe = replace(recipe, task=task)
+    recipe = replace(recipe, weights={"reward": 1.0}, outcome="reward")
     with pytest.raises(TaskError, match="<think>.*from the prompt"):
         preview(recipe, tokenizer, 1)  # the model can't write that
 
@@ -189,7 +191,7 @@ def test_reply_sees_what_rewards_see_at_each_turn_that_the_template_begins(token
     task = SimpleNamespace(reply=reply, rewards=lambda item, turns: seen.append(turns) or 0.0)
     constants = {"REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward", "GROUP_SIZE": 1}
     recipe = a_recipe(task=task, MAX_COMPLETION_TOKENS=200, **constants)
-    recipe.opening = functools.partial(opening_of, opening(tokenizer, THINK))
+    recipe = replace(recipe, opening=functools.partial(opening_of, opening(tokenizer, THINK)))
     says = Says("a")
     says.tokenizer = tokenizer
     ids = prompt_ids(tokenizer, [USER])

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import math
 from types import SimpleNamespace
 
@@ -11,10 +10,10 @@ import torch
 from fakes import a_group, a_recipe, a_run, move, sampled, tiny_policy
 
 import grpo_ref_split as trainer
-from grpo import checkpoint, engine, report
+from grpo import checkpoint, engine
 from grpo.forward import CompletionModel
 from grpo.metrics import TokenStats
-from grpo.proof import TILT, check_reference, check_sampler
+from grpo.proof import NOISE, TILT, check_reference, check_sampler
 from grpo.resume import Progress
 from grpo.sample import keep_logps
 
@@ -24,7 +23,7 @@ MIXED = [[1.0, -1.0], [-1.0, -1.0]]
 def rows_of(*groups, step=0, **constants):
     recipe = a_recipe(**constants)
     trainer.set_advantages(recipe, groups)
-    return trainer.samples_to_train(recipe, groups, step)
+    return trainer.samples_to_train(recipe, groups, step)[0]
 
 
 def advantages_of(group, **constants):
@@ -65,29 +64,28 @@ def test_whose_log_probs_are_the_old_ones():
     ours, old = a_group(MIXED, version=5), a_group(MIXED, version=4)
     theirs = a_group(MIXED, version=5, sampler="worker")
 
-    for row in rows_of(ours, ours, step=5):
-        assert row.old_logps is None and row.trainer_old_logps and row.on_policy
+    rows, old_ones = trainer.samples_to_train(a_recipe(), [ours, ours], 5)
+    assert old_ones == "now" and [row.version for row in rows] == [5] * 4
     for other in (old, theirs):
-        for groups in ((ours, other), (other, ours)):
-            rows = rows_of(*groups, step=5)
-            assert not any(row.trainer_old_logps for row in rows)
-            assert all(row.old_logps == row.logps for row in rows)
-            assert sum(row.on_policy for row in rows) == (2 if other is old else 4)
+        for groups in ([ours, other], [other, ours]):
+            rows, old_ones = trainer.samples_to_train(a_recipe(), groups, 5)
+            assert old_ones == "sampler"
+            assert sum(row.version == 5 for row in rows) == (2 if other is old else 4)
 
 
 # --- The update ----------------------------------------------------------------------
 def test_backward_and_optimiser_have_the_ranks_share_of_the_cores(monkeypatch):
     """torchrun leaves each rank one thread, with which an offloaded update would take its time."""
     seen, before = [], torch.get_num_threads()
-    noted = lambda value: lambda *_: seen.append(torch.get_num_threads()) or value
+    noted = lambda value: lambda *_, **__: seen.append(torch.get_num_threads()) or value
     monkeypatch.setattr(trainer, "accumulate", noted({"loss": 0.0}))
     monkeypatch.setattr(trainer, "take_step", noted({"grad_norm": 1.0}))
-    monkeypatch.setattr(trainer.ranks, "all_or_none", contextlib.nullcontext)
+    monkeypatch.setattr(trainer, "leaving_evidence", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(engine, "training_threads", lambda: before + 1)
     run = a_run(a_recipe(), engine=None)
     run.sizes = SimpleNamespace(micro_batch_tokens=8)
     run.reference = SimpleNamespace(info={"model": "tiny"})
-    trainer.update(run, [], 1)
+    trainer.update(run, [], 1, "now")
     assert seen == [before + 1] * 2 and torch.get_num_threads() == before
 
 
@@ -107,7 +105,7 @@ SAME = {"model": "ours", "dtype": "float32"}
 ])  # fmt: skip
 def test_a_run_stops_if_its_sampler_has_other_log_probs(metrics, dtype, error):
     with pytest.raises(RuntimeError, match=error) if error else contextlib.nullcontext():
-        check_sampler(metrics, SimpleNamespace(dtype=dtype))
+        check_sampler(metrics, SimpleNamespace(noise=NOISE[dtype]))
 
 
 @pytest.mark.parametrize("metrics, reference, error", [
@@ -121,22 +119,6 @@ def test_a_run_stops_if_its_sampler_has_other_log_probs(metrics, dtype, error):
 def test_a_run_stops_if_its_reference_begins_with_other_weights(metrics, reference, error):
     with pytest.raises(RuntimeError, match=error) if error else contextlib.nullcontext():
         check_reference(metrics, "float32", reference, model="ours")
-
-
-def test_bad_steps_are_kept_and_end_the_run_when_they_follow_each_other(alone, tmp_path):
-    folder, rows = report.RunFolder(tmp_path), rows_of(a_group([[1.0, -1.0], [-1.0, 1.0]]))
-    progress, metrics = Progress("run"), {"loss": float("nan"), "grad_norm": float("inf")}
-    for progress.step in range(1, 5):
-        if progress.step == 3:
-            progress.bad = 0  # a good one between
-        folder.bad_step(progress, rows, metrics, limit=3)
-    progress.step = 5
-    with pytest.raises(RuntimeError, match="3 .*bad_step_000005"):
-        folder.bad_step(progress, rows, metrics, limit=3)
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [f"bad_step_00000{step}.json" for step in (3, 4, 5)]
-    (first, _) = json.loads((tmp_path / names[0]).read_text())
-    assert first["ids"] == rows[0].ids and first["advantage"] == rows[0].advantage
 
 
 PLAIN = {"KL_BETA": 0, "MASK_TRUNCATED": False}
@@ -160,11 +142,11 @@ def first_update(policy, sampler, *, temperature=1.0, noise=0.0):
     return metrics
 
 
-def loss_of(policy, rows, **constants):
+def loss_of(policy, rows, old="now", **constants):
     model = CompletionModel(policy.model)
     hidden, ids = model([row.prompt for row in rows], [row.ids for row in rows])
     c = a_recipe(**constants).c
-    return trainer.batch_loss(c, hidden, model.head, ids, rows, policy.vocab_size)
+    return trainer.batch_loss(c, hidden, model.head, ids, rows, policy.vocab_size, old)
 
 
 def means_of(loss, stats):
@@ -179,7 +161,7 @@ def test_an_update_tells_noise_from_a_wrong_sampler(dtype, tiny, alone):
     """Sampled at 0.9 with log-probs at 1.0, a ratio looked like 1 and was not. At 1.05 the gap is
     smaller than bfloat16's noise, and shows in the slope alone."""
     policy = tiny_policy(tiny, dtype)
-    check = functools.partial(check_sampler, sampler=SimpleNamespace(dtype=dtype))
+    check = functools.partial(check_sampler, sampler=SimpleNamespace(noise=NOISE[dtype]))
     check(first_update(policy, policy))
     noises = [0.055, 0.084] if dtype == "bfloat16" else []  # published: see grpo.proof.NOISE
     for noise in noises:
@@ -205,17 +187,14 @@ def test_old_log_probs_are_those_of_the_first_update_and_get_no_gradient(tiny, a
     assert abs(loss.item()) < 1e-6  # the advantages sum to 0, and each sequence weighs the same
     gradient = torch.autograd.grad(loss, list(policy.model.parameters()))
     assert sum(g.norm() for g in gradient) > 1e-3  # and yet it learns: exp(logp - detached)
-    assert all(row.old_logps is None and row.on_policy for row in rows)  # a loss changes none
-    keep_logps(rows, stats["logps"])
-    old = [row.old_logps for row in rows]
-    assert [p for part in old for p in part] == stats["logps"].tolist() and not any(
-        row.on_policy for row in rows
-    )
+    keep_logps(rows, stats["logps"], first=True)
+    assert [p for row in rows for p in row.old_logps] == stats["logps"].tolist()
     move(policy.model, 0.05)
-    loss, stats = loss_of(policy, rows, **own)
-    keep_logps(rows, stats["logps"])
-    assert all(a is row.old_logps for a, row in zip(old, rows, strict=True))
-    assert abs(means_of(loss, stats)["ratio"] - 1) > 1e-3
+    ratios = [means_of(*loss_of(policy, rows, old, **own))["ratio"] for old in ("now", "kept")]
+    assert ratios[0] == 1 and abs(ratios[1] - 1) > 1e-3
+    rows[0].old_logps = None  # the first update was another rank's
+    with pytest.raises((TypeError, RuntimeError)):  # torch's
+        loss_of(policy, rows, "kept", **own)
 
 
 def test_a_workers_tokens_are_bounded_where_their_probability_grew_too_much(tiny, alone):
@@ -226,7 +205,7 @@ def test_a_workers_tokens_are_bounded_where_their_probability_grew_too_much(tiny
         sample.logps = [p - 20 for p in sample.logps]  # ratios of e^10 and more
 
     rows = rows_of(group, KL_BETA=0)
-    loss, stats = loss_of(policy, rows, KL_BETA=0)
+    loss, stats = loss_of(policy, rows, "sampler", KL_BETA=0)
     assert means_of(loss, stats)["sampler_ratio_max"] > 1e4
     slope = sum(g.norm() for g in torch.autograd.grad(loss, list(policy.model.parameters())))
     # Their log-probs are the old ones: the ratio is cut at 1.2 for A > 0, at IS_CAP for A < 0, and

@@ -65,7 +65,8 @@ def serving(folder, *, outcomes=(MIXED,) * 9, run="run", trainer="http://127.0.0
 
 def change(workers, **constants):
     """Makes it go on with other constants."""
-    workers.c = workers.recipe.c = workers.c.but(**constants)
+    workers.recipe = workers.recipe.others(**constants)
+    workers.c = workers.recipe.c
 
 
 def end(workers):

@@ -11,31 +11,23 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("device.cpp")
 BUILD = SOURCE.with_name("build")  # ignored by git
-loaded = False  # in this process
+TORCH = Path(importlib.util.find_spec("torch").origin).parent
 FLAGS = ["-std=c++20", "-O0", "-shared", "-fPIC"]
 
 
 def why_not():
-    """Returns why no GPU can be pretended here, a sentence, or None. Does not import torch."""
+    """Returns why no GPU can be simulated here, or None. Does not import torch."""
     if not shutil.which("g++"):
-        return "there is no g++ to compile the pretended GPU's 40 lines of C++ with"
-    if (torch_folder() / "lib/libtorch_cuda.so").exists():
-        return "this torch is built for CUDA, and has no room for a pretended GPU"
-    return None
-
-
-def torch_folder():
-    return Path(importlib.util.find_spec("torch").origin).parent
+        return "there is no g++ to compile device.cpp with"
+    if (TORCH / "lib/libtorch_cuda.so").exists():
+        return "this torch is built for CUDA, and has no room for a simulated GPU"
 
 
 def load():
     """Loads the compiled device.cpp, which torch finds when it is imported afterwards."""
-    global loaded
     assert "torch" not in sys.modules, "torch has looked for a GPU already: load the device first"
-    library = compiled()
-    for path in (torch_folder() / "lib/libtorch_cpu.so", library):
+    for path in (TORCH / "lib/libtorch_cpu.so", compiled()):
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    loaded = True
 
 
 def compiled():
@@ -44,8 +36,8 @@ def compiled():
     library = BUILD / f"device_{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         BUILD.mkdir(exist_ok=True)
-        folder, draft = torch_folder(), library.with_suffix(f".{id(text)}")
-        places = [f"-I{folder}/include", f"-L{folder}/lib", "-ltorch_cpu", "-lc10"]
+        draft = library.with_suffix(f".{id(text)}")
+        places = [f"-I{TORCH}/include", f"-L{TORCH}/lib", "-ltorch_cpu", "-lc10"]
         subprocess.run(["g++", *FLAGS, str(SOURCE), *places, "-o", str(draft)], check=True)
         draft.rename(library)  # whole, also where two processes compile it
     return library

@@ -1,4 +1,4 @@
-"""torch.cuda and torch.accelerator as the pretended GPU has them: memory, streams, graphs, the
+"""torch.cuda and torch.accelerator as the simulated GPU has them: memory, streams, graphs, the
 process group."""
 
 import contextlib
@@ -66,12 +66,6 @@ class Stream:
     def synchronize(self):
         waited("synchronize")
 
-    def query(self):
-        return True
-
-    def elapsed_time(self, _):
-        return 0.0
-
     def __enter__(self):
         return self
 
@@ -83,43 +77,32 @@ def nothing(*_, **__):
     pass
 
 
-A100 = SimpleNamespace(
-    name="A100", total_memory=MEMORY, major=8, minor=0, multi_processor_count=108
-)
+A100 = SimpleNamespace(total_memory=MEMORY, major=8, minor=0, multi_processor_count=108)
 TORCH_CUDA = {
     # the device
     "is_available": lambda: True,
-    "is_initialized": lambda: True,
-    "init": nothing,
     "_lazy_init": nothing,
     "_is_in_bad_fork": lambda: False,
     "device_count": lambda: 1,
     "current_device": lambda: 0,
     "set_device": nothing,
-    "get_device_name": lambda *_: A100.name,
     "get_device_properties": lambda *_: A100,
     "get_device_capability": lambda *_: (A100.major, A100.minor),
     "get_arch_list": lambda: ["sm_80"],
     "is_bf16_supported": lambda *_, **__: True,
     # memory
     "mem_get_info": lambda *_: (MEMORY, MEMORY),
-    "set_per_process_memory_fraction": nothing,
-    "ipc_collect": nothing,
     "MemPool": lambda: SimpleNamespace(id=(0, 1)),
     # what waits
     "get_sync_debug_mode": lambda: SyncDebug.mode,
     "set_sync_debug_mode": SyncDebug.set,
     # random numbers: a torch.Generator("cuda") draws them
-    "manual_seed": nothing,
     "manual_seed_all": nothing,
-    "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
-    "set_rng_state": nothing,
     # streams
     "Stream": Stream,
     "Event": Stream,
     "stream": lambda stream: contextlib.nullcontext(),
     "current_stream": Stream,
-    "default_stream": Stream,
     "CUDAGraph": CUDAGraph,
     "is_current_stream_capturing": lambda: Recording.current is not None,
 }
@@ -127,7 +110,6 @@ BOTH = {  # of torch.cuda and torch.accelerator, whose other functions ask devic
     "memory_allocated": lambda *_: 0,
     "memory_reserved": lambda *_: 0,
     "max_memory_allocated": lambda *_: 0,
-    "max_memory_reserved": lambda *_: 0,
     "reset_peak_memory_stats": nothing,
     "empty_cache": nothing,
     "synchronize": lambda *_: waited("synchronize"),
@@ -174,11 +156,11 @@ def pretend():
     for name, value in BOTH.items():
         setattr(torch.accelerator, name, value)
     torch.accelerator.get_memory_info = torch.cuda.mem_get_info
-    torch.cuda.nvtx._nvtx = SimpleNamespace(rangePushA=lambda _: 0, rangePop=int, markA=nothing)
+    torch.cuda.nvtx._nvtx = SimpleNamespace(rangePushA=lambda _: 0, rangePop=int)
     functional.scaled_dot_product_attention = kernels.attention
     torch._C._nn.scaled_dot_product_attention = kernels.attention
     torch.nn.attention.varlen.varlen_attn = kernels.varlen
-    torch.rms_norm, torch.tensor = kernels.rms_norm, tensor
+    torch.tensor = tensor
     torch.nn.Module.to, torch.nn.Module.cuda = move, lambda module: move(module, "cuda")
     dist.init_process_group, threading.Thread.run = join, run
     dist.distributed_c10d._get_object_coll_device = lambda group=None: "cuda"

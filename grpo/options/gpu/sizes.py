@@ -81,7 +81,7 @@ def forward_and_backward(
         for completion in completion_lengths(c):
             batch = largest_batch(c, MICRO_BATCH_TOKENS, model.packs, completion)
             hidden, ids = model([s.prompt for s in batch], [s.ids for s in batch])
-            batch_loss(c, hidden, model.head, ids, batch, vocab_size)[0].backward()
+            batch_loss(c, hidden, model.head, ids, batch, vocab_size, old="kept")[0].backward()
             hidden = ids = None
     finally:
         for hook in hooks:
@@ -104,7 +104,7 @@ def largest_batch(c, tokens, packs, completion):
     sizes = sizes_of(prompts, [[1] * completion] * len(prompts), packs)
     number = len(pack_by_tokens(sizes, tokens)[0])
     logps = [-1.0] * completion
-    others = {"ref_logps": logps, "advantage": 1.0, "weight": 1e-3}
+    others = {"ref_logps": logps, "old_logps": logps, "advantage": 1.0, "weight": 1e-3}
     ids = [1] * completion
     return [Sample(ids, logps, prompt=prompt, **others) for prompt in prompts[:number]]
 

@@ -39,7 +39,7 @@ class Reporter:
 
     def __init__(self, to, record, progress):
         self.name = getattr(to, "__name__", str(to))
-        first = progress.step + 1 if progress.saved >= 0 else 0
+        first = progress.step + 1 if progress.saved is not None else 0
         self.receiver = RECEIVERS.get(to, to_function)(to, record, progress.name, first)
         with announced(f"{self.name} to open"):
             self.give(None)  # a generator begins

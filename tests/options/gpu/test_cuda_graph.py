@@ -1,4 +1,4 @@
-"""The recorded step on a GPU; tests/rehearsal/test_cuda_graph.py has what a simulated one shows."""
+"""The recorded step on a GPU; tests/rehearsal/gpu_cuda_graph.py has what a simulated one shows."""
 
 import pytest
 import torch

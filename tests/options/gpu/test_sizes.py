@@ -154,7 +154,7 @@ def test_ranks_step_down_together(fails, own, chosen, tiny, monkeypatch, capsys)
     tried, draw = [[], []], sampling.draw
     sizes = {"SAMPLE_BATCH": 64} if fails else {}  # else "auto", too
 
-    def batch_loss(c, hidden, head, ids, batch, vocab_size):
+    def batch_loss(c, hidden, head, ids, batch, vocab_size, old):
         mine, length = tried[ranks.get_rank()], len(batch[-1].ids)
         if length == 16:  # then one of short completions follows
             mine.append(len(batch))
@@ -242,7 +242,7 @@ def in_a_run(fail):
 def test_a_trial_that_fails_leaves_no_tensors(alone, tiny, monkeypatch):
     """Functions, too, keep those of a checkpointed forward pass."""
 
-    def fail(*_):
+    def fail(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     def tensors():
@@ -272,15 +272,18 @@ def test_what_fits_leaves_a_share_of_the_gpu_free(tiny, monkeypatch):
     assert once == [checkpoint_layers(policy.model), [layer.forward for layer in layers]]
 
 
+NO_SIZES = SimpleNamespace(sizes={})  # a sampler that has set none itself
+
+
 def test_on_a_cpu_and_for_numbers_nothing_is_tried(monkeypatch, capsys):
     monkeypatch.setattr(sampling, "measured", None)
     for group in (8, 80):
         expected, c = USUAL | {"SAMPLE_BATCH": max(64, group)}, auto(GROUP_SIZE=group)
-        assert fit_sizes(c, None, None, None, turns=True).constants() == expected
+        assert fit_sizes(c, None, NO_SIZES, None, turns=True).constants() == expected
         assert sampling.fit_worker(c, None, turns=True) == expected["SAMPLE_BATCH"]
     a_gpu(monkeypatch)
     own = auto(**USUAL)
-    assert fit_sizes(own, None, None, None, turns=False).constants() == USUAL
+    assert fit_sizes(own, None, NO_SIZES, None, turns=False).constants() == USUAL
     assert sampling.fit_worker(own, None, turns=False) == USUAL["SAMPLE_BATCH"]
     assert not capsys.readouterr().out
 
@@ -291,9 +294,9 @@ def test_out_of_memory_later_names_the_constant(alone, tiny, monkeypatch):
 
     monkeypatch.setattr(trainer, "accumulate", fail)
     c = auto(MICRO_BATCH_TOKENS=4096)
-    run = SimpleNamespace(c=c, sizes=fit_sizes(c, None, None, None, False), clock=Clock())
+    run = SimpleNamespace(c=c, sizes=fit_sizes(c, None, NO_SIZES, None, False), clock=Clock())
     with pytest.raises(SystemExit, match=r"MICRO_BATCH_TOKENS = 4096 .*2 GiB"):
-        trainer.update(run, [], 1)
+        trainer.update(run, [], 1, "now")
     prompts = (fail() for _ in range(1))
     groups = tiny_policy(tiny).stream(prompts, seed=0, max_sequences=32, longest_prompt=8,
                                       group_size=4, max_new_tokens=8, temperature=1.0)  # fmt: skip

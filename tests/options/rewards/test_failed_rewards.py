@@ -5,6 +5,7 @@ import math
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -32,7 +33,7 @@ def fails(item, text):
 
 def recipe_with(limit, rewards=fails, **members):
     recipe = a_recipe(task=SimpleNamespace(rewards=rewards, **members), TASK="mine")
-    recipe.failures = Failures(limit)
+    recipe = replace(recipe, failures=Failures(limit))
     return recipe
 
 
@@ -50,7 +51,7 @@ def test_failed_rewards_do_not_apply_until_there_are_too_many(capfd, alone):
     assert "MAX_FAILED_REWARDS = 2" in told.out
     count = tally(recipe, groups[0])
     count.update({k: v + count[k] for k, v in tally(recipe, groups[1]).items()})
-    metrics = rollout_metrics(a_run(recipe), Counter(count), [])
+    metrics = rollout_metrics(a_run(recipe), Counter(count), 0, [])
     assert metrics["rewards/failed"] == 0.5 and metrics["accuracy"] == 1
     with pytest.raises(TaskError, match="the judge is away"):
         sampled(FakeEngine(), recipe, prompts_of([MIXED]))
@@ -86,7 +87,7 @@ def test_a_slow_reward_fails_alone():
 
 def test_an_environment_that_fails_ends_its_conversation_alone(tokenizer):
     recipe = recipe_of(tokenizer, 5, 0, 5)  # the second's environments raise
-    recipe.failures = Failures(2)
+    recipe = replace(recipe, failures=Failures(2))
     actor = Actor(tokenizer, ["One", "two", "three", "four", "five"])
     groups = sampled(actor, recipe, iter(recipe.prompts))
     found = {g.index: [(len(s.text), s.rewards["reward"]) for s in g.samples] for g in groups}
@@ -106,7 +107,7 @@ def test_async_rewards_of_all_completions_wait_together():
 
     task = SimpleNamespace(rewards=rewards)
     recipe = a_recipe(task=task, TASK="mine")
-    recipe.submit = start_loop(task, 60)
+    recipe = replace(recipe, submit=start_loop(task, 60))
     prompts = [(i, {"question": str(i)}, [5, 6]) for i in range(8)]
     began = time.monotonic()
     groups = sampled(FakeEngine(), recipe, prompts)
@@ -124,7 +125,7 @@ def test_what_an_async_reward_may_not_do_ends_the_run(no_pause):
     for rewards, words in ((leaves, "SystemExit: bye"), (late, "of the judge")):
         task = SimpleNamespace(rewards=rewards)
         recipe = a_recipe(task=task, TASK="mine")
-        recipe.submit = start_loop(task, 9)
+        recipe = replace(recipe, submit=start_loop(task, 9))
         with pytest.raises(TaskError, match=words):
             sampled(FakeEngine(), recipe, prompts_of([MIXED]))
 
@@ -137,7 +138,7 @@ def test_an_async_reward_has_a_limit():
     recipe = a_recipe(
         task=SimpleNamespace(rewards=rewards), REWARD_TIMEOUT_SECONDS=0.2, TASK="mine"
     )
-    recipe.submit = start_loop(recipe.task, 0.2)
+    recipe = replace(recipe, submit=start_loop(recipe.task, 0.2))
     futures = begin_rewards(recipe, group_of(recipe, {}, ["first", "second"]))
     assert futures[0].result(9) == {"correctness": 1, "format": 0}
     with pytest.raises(TaskError, match="took more than 0.2 s.*REWARD_TIMEOUT_SECONDS"):
@@ -159,7 +160,7 @@ def test_a_plain_group_reward_beside_async_rewards_has_a_limit():
 def recipe_of_two(rewards, group_rewards):
     task = SimpleNamespace(rewards=rewards, group_rewards=group_rewards)
     recipe = a_recipe(task=task, REWARD_TIMEOUT_SECONDS=0.2, TASK="mine")
-    recipe.submit = start_loop(task, 0.2)
+    recipe = replace(recipe, submit=start_loop(task, 0.2))
     return recipe
 
 
@@ -262,6 +263,6 @@ async def blocks(item, text):
 @pytest.mark.parametrize("rewards", [swallows, blocks])
 def test_a_time_limit_holds_for_code_that_catches_it_or_blocks_the_loop(rewards):
     recipe = a_recipe(task=SimpleNamespace(rewards=rewards), REWARD_TIMEOUT_SECONDS=0.2, TASK="m")
-    recipe.submit = start_loop(recipe.task, 0.2) if rewards is blocks else None
+    recipe = replace(recipe, submit=start_loop(recipe.task, 0.2) if rewards is blocks else None)
     with pytest.raises(TaskError, match="took more than 0.2 s"):
         sampled(FakeEngine(), recipe, prompts_of([MIXED]))

@@ -1,22 +1,13 @@
 """The time limit of a task's functions."""
 
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
+from processes import python
 
-from grpo.calls import TooSlow, import_file, timely
-
-ROOT = Path(__file__).parents[3]
-SLOW = ROOT / "tests" / "tasks" / "slow.py"
-import_file("slow", SLOW)
-TASK = sys.modules["slow"]
-REWARDS = {"correctness": 2.0, "format": 1.0, "longest": 0.0}
+from grpo.calls import TooSlow, timely
 
 
-# --- The time limit -------------------------------------------------------------------
 def for_ever():
     while True:
         pass
@@ -69,6 +60,5 @@ import ctypes, signal, time
 from grpo import calls
 calls.GRACE_SECONDS = 0.4
 with calls.timely(0.1, "this"):{block}"""
-    options = {"capture_output": True, "text": True, "cwd": ROOT, "timeout": 60}
-    run = subprocess.run([sys.executable, "-c", program], check=False, **options)
+    run = python("-c", program)
     assert run.returncode == 1 and 'File "<string>"' in run.stderr

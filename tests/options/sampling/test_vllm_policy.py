@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import os
 import sys
 from types import SimpleNamespace
 
@@ -92,11 +91,7 @@ class FakeLLM:
             get_num_unfinished_requests=lambda: 0,
             abort_request=lambda ids: None,
             add_request=self.add_request,
-            engine_core=SimpleNamespace(shutdown=self.shutdown),
         )
-        # As vLLM does on a CPU
-        torch.set_num_threads = lambda number: None
-        os.environ.update({"LOCAL_WORLD_SIZE": "1", "LD_PRELOAD": "its.so"})
 
     def add_request(self, request, prompt, params):
         assert prompt == {"prompt_token_ids": [5, 6]}
@@ -121,16 +116,10 @@ class FakeLLM:
         self.told.append("reset")
         return True
 
-    def shutdown(self):
-        torch.distributed.destroy_process_group("vLLM's")
-        torch.distributed.destroy_process_group()  # the world's
-
 
 @pytest.fixture
 def a_policy(tiny, monkeypatch):
     """Returns a function: a VLLMPolicy of the tiny model around a FakeLLM."""
-    for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD"):
-        monkeypatch.delenv(name, raising=False)
     for name in ("vllm", "vllm.entrypoints.llm"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(LLM=FakeLLM))
     monkeypatch.setattr(vllm_policy, "check_device", lambda c: None)
@@ -146,34 +135,6 @@ def a_policy(tiny, monkeypatch):
 def sample_nothing(policy):
     settings = {"group_size": 1, "max_sequences": 1, "max_new_tokens": 1, "temperature": 1.0}
     assert list(policy.stream(iter([]), seed=0, **settings)) == []
-
-
-# --- The process that it is in --------------------------------------------------------
-def test_what_vllm_changes_in_the_process_is_undone(a_policy):
-    threads, before = torch.get_num_threads(), dict(os.environ)
-    set_threads = torch.set_num_threads
-    a_policy()
-    assert torch.set_num_threads is set_threads and torch.get_num_threads() == threads
-    changed = {k for k, v in os.environ.items() if before.get(k) != v}
-    assert {name for name in changed if not name.startswith("VLLM_")} == set()
-
-
-def test_a_rank_has_its_gpu_and_its_process_group_from_the_launcher(a_policy, tiny):
-    policy = a_policy(tiny_policy(tiny).model)
-    settings = policy.llm.settings
-    assert settings["distributed_executor_backend"] == "external_launcher"
-    assert settings["max_num_seqs"] == 256 and settings["max_model_len"] == 100
-    assert settings["kv_cache_memory_bytes"] == 500_000_000  # so that nothing is profiled
-    assert a_policy(SAMPLE_BATCH=8).llm.settings["max_num_seqs"] == 8
-    assert a_policy().llm.settings["distributed_executor_backend"] is None  # a worker
-
-
-def test_the_end_of_vllm_leaves_the_trainers_process_group(a_policy, monkeypatch):
-    destroyed = []
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", destroyed.append)
-    a_policy().close()
-    assert destroyed == ["vLLM's"]
-    assert torch.distributed.destroy_process_group == destroyed.append
 
 
 # --- Weights --------------------------------------------------------------------------

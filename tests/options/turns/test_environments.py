@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
@@ -56,7 +57,7 @@ def recipe_of(tokenizer, *secrets, environment=Counter, **constants):
     task = SimpleNamespace(Environment=environment, messages=lambda item: [])
     own = {"MAX_COMPLETION_TOKENS": 200, "REWARD_WEIGHTS": {"reward": 1.0, "turns": 0.0}}
     recipe = a_recipe(task=task, **own | {"OUTCOME": "reward", "TASK": "mine"} | constants)
-    recipe.prompts = list(prompts(tokenizer, *secrets))
+    recipe = replace(recipe, prompts=list(prompts(tokenizer, *secrets)))
     return recipe
 
 
@@ -136,7 +137,7 @@ def test_rewards_of_none_and_those_without_weights(tokenizer):
             return None if self.asked > 1 else 1.0
 
     recipe = recipe_of(tokenizer, 1, 2, environment=Silent, REWARD_WEIGHTS=None, OUTCOME=None)
-    recipe.resolve()
+    recipe = recipe.resolved()
     assert recipe.weights == {"reward": 1.0} and not Counter.live
     groups = sampled(Actor(tokenizer, ["One", "two"]), recipe, iter(recipe.prompts))
     found = {g.item["secret"]: [s.rewards["reward"] for s in g.samples] for g in groups}

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +11,9 @@ from fakes import a_recipe, sampled
 from test_turns import Actor
 
 from grpo.calls import TaskError, TooSlow
-from grpo.metrics import turn_metrics
 from grpo.models import prompt_ids
 from grpo.options.turns import tools as module
+from grpo.options.turns.counts import turn_metrics
 from grpo.options.turns.tools import give_tools
 from grpo.options.turns.turns import bridge, play
 from grpo.options.workers.shared_settings import settings_of
@@ -532,7 +533,7 @@ def test_the_ledgers_gold_is_right_and_other_answers_are_not(alone):
     items = task.load("test")
     assert {len(item["orders"]) for item in items} == {0, 1, 2}
     recipe = a_recipe([(0, items[0], [5])], task=task, TASK="ledger", REWARD_WEIGHTS=None)
-    recipe.resolve()
+    recipe = recipe.resolved()
     for item in items[:30]:
         turns, rewards, roles = play(recipe, item, task.gold(item))
         assert rewards == {"correctness": True} and set(roles) == {"tool"}
@@ -548,7 +549,7 @@ def test_the_preview_of_the_ledger_shows_a_conversation(tiny, tokenizer, capsys)
     item = next(item for item in task.load("test") if item["orders"])
     ids = prompt_ids(tokenizer, task.messages(item))
     recipe = a_recipe([(0, item, ids)], task=task, TASK="ledger", MODEL=str(tiny))
-    recipe.weights, recipe.outcome = {"correctness": 1.0}, "correctness"
+    recipe = replace(recipe, weights={"correctness": 1.0}, outcome="correctness")
     preview(recipe, tokenizer, 1)
     printed = capsys.readouterr().out
     assert f"reply() as a tool turn: '\\n<|im_start|>tool\\n{item['answer']}<|im_end|>" in printed
@@ -582,7 +583,7 @@ def test_the_task_answers_its_gold(tiny, tokenizer, capsys):
     item = task.load("test")[0]
     ids = prompt_ids(tokenizer, task.messages(item))
     recipe = a_recipe([(0, item, ids)], task=task, TASK="python_tool", MODEL=str(tiny))
-    recipe.weights, recipe.outcome = {"correctness": 1.0}, "correctness"
+    recipe = replace(recipe, weights={"correctness": 1.0}, outcome="correctness")
     preview(recipe, tokenizer, 1)
     printed = capsys.readouterr().out
     assert f"reply() as a tool turn: '\\n<|im_start|>tool\\n{item['answer']}<|im_end|>" in printed

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -322,7 +323,7 @@ def test_the_tasks_tokens_are_not_trained_and_count_nowhere(group, policy, loss_
     talk.logps = [p if of_model else math.nan for p, of_model in pairs]  # must not matter
     group.take_ref_logps(torch.full((len(group.ids),), -2.0))
     trainer.set_advantages(recipe, [group])
-    rows = trainer.samples_to_train(recipe, [group], 0)
+    rows, _ = trainer.samples_to_train(recipe, [group], 0)
     counts = [sample.length for sample in group.samples]
     tokens = {"grpo": [2 * n for n in counts], "dapo": [sum(counts)] * 2}[loss_type]
     assert [1 / row.weight for row in rows] == pytest.approx(tokens)
@@ -360,13 +361,13 @@ def test_lengths_and_turns_that_are_logged(group, alone, tmp_path):
         [(0, {"question": "40 + 2?"}, [5])], task=calculator,
         REWARD_WEIGHTS={"reward": 1.0}, OUTCOME="reward",
     )  # fmt: skip
-    found = metrics.rollout_metrics(a_run(recipe), Counter(), [group])
+    found = metrics.rollout_metrics(a_run(recipe), Counter(), 0, [group])
     own, heard = [sample.length for sample in group.samples], 2
     assert found["completions/mean_length"] == sum(own) / 2 and found["tokens_sampled"] == sum(own)
     assert found["num_turns/mean"] == 1.5 and found["num_turns/max"] == 2
     assert found["tools/call_share"] == 0.5 and found["environment_tokens"] == heard / 2
-    recipe.task = SimpleNamespace()
-    found = metrics.rollout_metrics(a_run(recipe), Counter(), [group])
+    recipe = replace(recipe, task=SimpleNamespace())
+    found = metrics.rollout_metrics(a_run(recipe), Counter(), 0, [group])
     assert not any("turns" in name for name in found)
 
 

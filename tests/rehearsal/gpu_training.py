@@ -1,4 +1,4 @@
-"""Forward, loss and backward on the pretended GPU: losses and gradients are the CPU's."""
+"""Forward, loss and backward on the simulated GPU: losses and gradients are the CPU's."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Whole runs on the pretended GPU, by DeepSpeed's engine in its accelerator for CUDA: sampling,
+"""Whole runs on the simulated GPU, by DeepSpeed's engine in its accelerator for CUDA: sampling,
 scoring, updates, publishing, evaluation, checkpoints, and the runs that resume from them."""
 
 import json
@@ -101,25 +101,18 @@ def test_a_run_with_a_reference_and_workers_policies_resumes(main, tiny, tmp_pat
     assert [r["step"] for r in steps] == [1, 2, 3] and not steps[2]["skipped"]
 
 
-def test_adapters_with_an_offloaded_optimizer_resume(main, tmp_path):
+def test_adapters_with_an_offloaded_optimizer_and_auto_sizes_resume(main, tmp_path, capfd):
     settings = {"KL_BETA": 0, "LORA_RANK": 4, "OFFLOAD_OPTIMIZER": True, "EVAL_STEPS": 9}
+    settings |= dict.fromkeys(USUAL, "auto")
     main(**settings)
+    filled = "MICRO_BATCH_TOKENS = 16384, GRADIENT_CHECKPOINTING = False fits: "
+    assert filled in (out := capfd.readouterr().out) and "SAMPLE_BATCH = 256 fits: " in out
     first = load_file(tmp_path / "run/step_000001/adapter_model.safetensors")
+    state = json.loads((tmp_path / "run/step_000001/trainer/state.json").read_text())
+    assert [state["constants"][name] for name in USUAL] == [256, 16_384, False]
     steps = main(STEPS=2, **settings)
     assert [r["step"] for r in steps] == [1, 2] and not any(r["skipped"] for r in steps)
     second = load_file(tmp_path / "run/step_000002/adapter_model.safetensors")
     changed = [name for name in first if (first[name] != second[name]).any()]
     assert len(changed) == len(first) == 28  # A and B of 7 linear layers of both blocks
-    assert json.loads((tmp_path / "run/step_000002/trainer/rank_0.json").read_text())
-
-
-def test_auto_fills_the_gpu_and_a_run_that_resumes_says_what_has_changed(main, tmp_path, capfd):
-    auto = {"KL_BETA": 0, "EVAL_STEPS": 9} | dict.fromkeys(USUAL, "auto")
-    main(**auto)
-    filled = "MICRO_BATCH_TOKENS = 16384, GRADIENT_CHECKPOINTING = False fits: "
-    assert filled in (out := capfd.readouterr().out) and "SAMPLE_BATCH = 256 fits: " in out
-    state = json.loads((tmp_path / "run/step_000001/trainer/state.json").read_text())
-    assert [state["constants"][name] for name in USUAL] == [256, 16_384, False]
-
-    main(STEPS=2, **auto)
     assert (out := capfd.readouterr().out).count(filled) == 1 and "STEPS 1 -> 2\n" in out

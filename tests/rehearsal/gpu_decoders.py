@@ -1,4 +1,4 @@
-"""Every decoder on the pretended GPU: its logits are the CPU's, and it waits as often as it may."""
+"""Every decoder on the simulated GPU: its logits are the CPU's, and it waits as often as it may."""
 
 import itertools
 from collections import Counter
