@@ -71,21 +71,17 @@ class RunFolder:
             for reporter in self.reporters if file == "metrics.jsonl" else ():
                 reporter.give(dict(record))
 
-    def write(self, name, record):
-        """Writes a file of one JSON object."""
-        if dist.get_rank() == 0:
-            Path(self.path, name).write_text(json.dumps(as_json(record)))
-
     def log_evaluation(self, evaluation, step):
         self.log("metrics.jsonl", {"step": step} | evaluation)
         say(f"step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in evaluation.items()))
 
-    def log_samples(self, run, group):
-        """Writes the completions of a group that the next update trains or skips, the one with the
-        highest advantage first. Ranks but 0 write nothing."""
-        if dist.get_rank() != 0:
+    def log_samples(self, run, groups):
+        """Writes the completions of one of the groups that the next update trains or skips, the one
+        with the highest advantage first. Ranks but 0 write nothing."""
+        if dist.get_rank() != 0 or not groups:
             return
         step, decode = run.progress.step + 1, run.policy.tokenizer.decode
+        group = groups[step % len(groups)]
         item, numbered = group.item, enumerate(group.samples)
         for i, sample in sorted(numbered, key=lambda pair: -pair[1].advantage):
             record = {

@@ -55,7 +55,7 @@ MAY = {  # what a module may import of ours
     "root": {"root", "core", "option", "command", "task"},
     "core": {"core"},
     "option": {"core", "option"},
-    "command": {"core", "option", "command"},
+    "command": {"root", "core", "option", "command"},
     "task": {"task"},
 }
 CHOOSE = {  # who of the core names an option, within the function that switches it on

@@ -68,7 +68,8 @@ def test_a_second_main_in_a_process_has_nothing_of_the_first(tiny, tmp_path):
     ]
     threads = len(os.sched_getaffinity(0))
     assert uses[1] == {
-        "ranks": f"1 on cpu, {threads} CPU threads each",
+        "ranks": 1,
+        "device": f"cpu, {threads} CPU threads a rank",
         "dtype": "float32",
         "sampler": "torch, SharedDecoder",
         "attention": "packed, in buckets",

@@ -42,8 +42,8 @@ class Environment:
     ({"Environment": Environment}, None, "beside the sampling"),
 ])  # fmt: skip
 def test_where_rewards_run(tiny, alone, task, submit, where):
-    policy, recipe = tiny_policy(tiny, lora_rank=2), a_recipe(LORA_RANK=2, KL_BETA=0.1)
-    recipe.task, recipe.submit = SimpleNamespace(**task), submit
+    policy, own = tiny_policy(tiny, lora_rank=2), {"LORA_RANK": 2, "KL_BETA": 0.1}
+    recipe = a_recipe(task=SimpleNamespace(**task), submit=submit, **own)
     reference = make_reference(recipe.c, policy, None)
     engine = SimpleNamespace(module=CompletionModel(policy.model))
     uses = uses_of(recipe.c, policy, policy, engine, recipe, reference)

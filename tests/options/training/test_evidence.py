@@ -14,7 +14,7 @@ import grpo_ref_split as trainer
 from grpo.forward import CompletionModel
 from grpo.metrics import TokenStats
 from grpo.options.training.evidence import size_of, skip_step, summary, tokens_of
-from grpo.proof import check_gap, check_sampler
+from grpo.proof import NOISE, check_gap, check_sampler
 from grpo.ranks import RunFailed
 from grpo.report import RunFolder, check_update, leaving_evidence
 from grpo.resume import Progress
@@ -58,7 +58,7 @@ def evidence(folder):
 def gaps_of(policy, samples):
     """-> the summary of an update that check_sampler refuses."""
     with pytest.raises(RuntimeError, match="trainer and sampler"):
-        check_sampler(updated(policy, samples), SimpleNamespace(noise=1e-6))
+        check_sampler(updated(policy, samples), SimpleNamespace(noise=NOISE["float32"]))
     return summary(samples, "sampler")
 
 
@@ -129,7 +129,7 @@ def test_a_kernel_moves_some_tokens_far_and_the_others_by_rounding(tiny, alone, 
 # --- The file and the message -------------------------------------------------------------
 def failed(run, samples, metrics, check, other="sampler"):
     """-> the text that a failing check's error has after its message."""
-    with pytest.raises(RunFailed) as failure, leaving_evidence(run, 8, samples, metrics, other):
+    with pytest.raises(RunFailed) as failure, leaving_evidence(run, 1, samples, metrics, other):
         check()
     (note,) = failure.value.__cause__.__notes__
     return note
@@ -141,9 +141,9 @@ def test_the_error_names_the_file_and_its_worst_tokens(tiny, alone, tmp_path):
     for number, at, gap in [(2, 5, 4.0), (0, 3, -2.0), (9, 0, 1.0)]:
         samples[number].logps[at] -= gap
     metrics = updated(policy, samples)
-    check = functools.partial(check_sampler, metrics, SimpleNamespace(noise=1e-6))
+    check = functools.partial(check_sampler, metrics, SimpleNamespace(noise=NOISE["float32"]))
     note = failed(run, samples, metrics, check)
-    assert f"{tmp_path}/bad_step_000008.json" in note and note.count("at token") == 3
+    assert f"{tmp_path}/bad_step_000001.json" in note and note.count("at token") == 3
     found, worst = evidence(tmp_path), samples[2]
     text = policy.tokenizer.decode([worst.ids[5]])
     assert f"at token 5 of sample 2, {text!r}, the sampler says {worst.logps[5]:.3g}, the" in note
@@ -162,7 +162,7 @@ def test_a_reference_that_differs_leaves_its_log_probs(tiny, alone, tmp_path):
     samples, run = samples_of(policy), a_run(policy, tmp_path, MODEL="tiny", KL_BETA=0.1)
     updated(other, samples)
     for sample in samples:
-        sample.ref_logps, sample.trainer_logps, sample.old_logps = sample.trainer_logps, None, None
+        sample.ref_logps, sample.trainer_logps = sample.trainer_logps, None
     run.reference = SimpleNamespace(info={"model": "tiny", "dtype": "float32"})
     metrics = updated(policy, samples, KL_BETA=0.1) | {"skipped": 0}
     with pytest.raises(RunFailed) as failure:
@@ -180,7 +180,7 @@ def test_steps_that_are_not_finite_are_kept_and_end_the_run_if_they_follow_each_
 ):
     policy = tiny_policy(tiny)
     run, metrics = a_run(policy, tmp_path, IDLE_LIMIT=3), {"loss": math.nan, "grad_norm": math.inf}
-    samples = [Sample([7, 8, 9], [-1.0, -2.0, -3.0]), Sample([7], [-1.0], version=-2)]
+    samples = [Sample([7, 8, 9], [-1.0, -2.0, -3.0], version=2), Sample([7], [-1.0], version=1)]
     samples[0].trainer_logps, samples[1].trainer_logps = [-1.0, math.nan, -3.5], [math.inf]
     for run.progress.step in range(1, 5):
         if run.progress.step == 3:
@@ -201,19 +201,19 @@ def test_steps_that_are_not_finite_are_kept_and_end_the_run_if_they_follow_each_
 
 
 def test_tokens_of_the_task_and_samples_of_an_older_policy_are_not_compared():
-    turns = Sample([5, 6, 7], [-1.0, 0.0, -2.0], is_model_token=[True, False, True])
+    turns = Sample([5, 6, 7], [-1.0, 0.0, -2.0], is_model_token=[True, False, True], version=7)
     turns.trainer_logps = [-1.5, -2.5]
-    old = Sample([5], [-9.0], version=-1, trainer_logps=[-1.0], ref_logps=[-1.0])
-    assert [(t["token"], t["trainer"]) for t in tokens_of([turns, old], "sampler")] == [
+    old = Sample([5], [-9.0], version=6, trainer_logps=[-1.0], ref_logps=[-1.0])
+    assert [(t["token"], t["trainer"]) for t in tokens_of([turns, old], "sampler", 7)] == [
         (0, -1.5), (2, -2.5)
     ]  # fmt: skip
-    assert [t["sample"] for t in tokens_of([turns, old], "reference")] == [1]
-    assert summary([turns, old], "sampler")["tokens"] == 2
+    assert [t["sample"] for t in tokens_of([turns, old], "reference", 7)] == [1]
+    assert summary([old], "sampler", 7) == {}
 
 
 def test_a_disk_that_is_full_does_not_hide_the_error(tiny, alone, tmp_path):
     run = a_run(tiny_policy(tiny), tmp_path)
-    (tmp_path / "bad_step_000008.json").mkdir()
+    (tmp_path / "bad_step_000001.json").mkdir()
     note = failed(run, [], {}, lambda: check_gap(1.0, 0.1, "they differ"))
     assert "can't be written" in note
 

@@ -377,7 +377,7 @@ def test_samples_tell_turns_apart(group, alone, tmp_path, capsys, tokenizer):
     )
     run = a_run(recipe, policy=SimpleNamespace(tokenizer=tokenizer))
     trainer.set_advantages(recipe, [group])
-    report.RunFolder(tmp_path).log_samples(run, group)
+    report.RunFolder(tmp_path).log_samples(run, [group])
     lines = (tmp_path / "samples.jsonl").read_text().splitlines()
     best, worst = sorted(map(json.loads, lines), key=lambda line: "42" in line["completion"])
     assert worst["turns"] == ["<think>40+2</think>", "42", "<answer>42</answer><|im_end|>"]
