@@ -20,6 +20,7 @@ from grpo.calls import (
     environment_rewards,
     has_turns,
     import_file,
+    kept,
     own,
     task_file,
 )
@@ -131,13 +132,15 @@ class Recipe:
         if weights is None:
             empty = None
             while empty is None:  # until it does not fail, or has failed too often
-                group = group_of(self, self.prompts[0].item, [""])
-                (empty,) = values_of(self, group, begin_rewards(self, group))
+                with kept(c.TASK):
+                    group = group_of(self, self.prompts[0].item, [""])
+                    (empty,) = values_of(self, group, begin_rewards(self, group))
             weights = dict.fromkeys(empty, 1.0)
         if c.REWARD_WEIGHTS == {}:  # rewards are only logged, and OUTCOME evaluated
             weights = dict.fromkeys(weights, 0.0)
         if not (weights and isinstance(weights, dict) and all(map(real, weights.values()))):
-            raise TaskError(c.TASK, "REWARD_WEIGHTS", f"is {weights!r}", "be {name: number}")
+            what = "REWARD_WEIGHTS, or else the rewards of an empty completion,"
+            raise TaskError(c.TASK, what, f"is {weights!r}", "be {name: number}")
         set_to = getattr(task, "OUTCOME", None) if c.OUTCOME is None else c.OUTCOME
         default = next(iter(weights)) if len(weights) == 1 else "correctness"
         outcome = default if set_to is None else set_to

@@ -129,6 +129,7 @@ def test_a_helper_that_is_missed_in_a_reward_is_named_with_the_cure(line, recipe
 CHANGES = {
     "os.chdir(tempfile.mkdtemp())": "folder",
     "exec('os.chdir(tempfile.mkdtemp()); os.rmdir(os.getcwd())')": "",
+    "import sys; sys.stdout = open(os.devnull, 'w')": "sys.stdout",
     "torch.set_grad_enabled(False)": "grad mode",
     "torch.set_default_dtype(torch.float64)": "default dtype",
 }
@@ -151,6 +152,8 @@ def test_what_a_task_changes_in_the_process_is_undone_and_named_once(place, chan
     state = os.getcwd(), torch.is_grad_enabled(), torch.get_default_dtype()
     task = recipe(PLACES[place].format(change))
     for _ in range(2):
+        task.prompts.append((0, {"question": "?"}, [5, 6]))
+        task.others(REWARD_WEIGHTS=None, OUTCOME=None).resolved()
         load_chat(task.c.TASK, task.task, load_items(task.c.TASK, task.task, "train")[0])
         gold_of(task, {"answer": "1"}, "")
         rewarded(task)
