@@ -132,9 +132,7 @@ def open_run(c, record, engine, stream, reference, data, uses):
     folder, (path, state) = RunFolder(c.RUN_DIR), newest(c.RUN_DIR)
     if path:
         check_resumable(path, state, record)
-        # A checkpoint of an older version has -1 in place of None
-        found = {name: None if value == -1 else value for name, value in state["progress"].items()}
-        progress = Progress(**found | {"idle": 0, "bad": 0})
+        progress = Progress(**state["progress"] | {"idle": 0, "bad": 0})
         load(path, engine, stream, reference if progress.reference else None)
         # DeepSpeed has restored the old values of these; the learning rate is set at each step
         engine.optimizer.clip_grad = c.MAX_GRAD_NORM

@@ -25,10 +25,8 @@ VARIANTS = {
 
 
 def make(variant, size=24):
-    """-> (batch, settings): policy_loss's tensors (N,), and its numbers.
-
-    Log-ratios spread by 0.4, so that each side of the clip has its tokens.
-    """
+    """-> (batch, settings): policy_loss's tensors (N,), and its numbers. Log-ratios spread by 0.4,
+    so that each side of the clip has its tokens."""
     torch.manual_seed(0)
     settings = dict(variant)
     on_policy, gspo = settings.pop("on_policy", False), settings.pop("gspo", False)

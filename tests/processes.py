@@ -26,6 +26,13 @@ IMPORTED += " grpo.options.workers.worker"
 NURSERY.set_forkserver_preload(IMPORTED.split())
 
 
+def python(*words, **environment):
+    """-> the ended process of a Python with these arguments, whose output is text."""
+    options = {"cwd": PRESET.parent.parent, "env": os.environ | environment, "timeout": 100}
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, check=False, capture_output=True, text=True, **options)
+
+
 def command_of(role, *presets):
     """-> the command for a script, or one of its functions, with other constants."""
     return [sys.executable, str(PRESET), role, json.dumps(presets)]

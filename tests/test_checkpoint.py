@@ -150,21 +150,10 @@ def test_a_resumed_run_maps_its_optimiser_and_does_not_hold_it_twice(tmp_path, a
 # --- Other data -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [2], indirect=True)
-def test_each_rank_begins_the_new_order_at_its_own_place(ranks):
-    streams = [a_stream(5, rank=rank, world=2) for rank in range(2)]
-
-    def begin(rank):
-        changed = DATA | {"prompt_ids": "other"}
-        resume.log_other_data(None, resume.Progress("r"), streams[rank], DATA, changed)
-
-    streams[0].position, streams[1].position = 6, 7
-    ranks.run(begin)
-    assert [stream.position for stream in streams] == [0, 1]
-
-
 @pytest.mark.parametrize("data", [{"prompt_ids": "other"}, {"task_file": "other"}, {}])
-def test_other_prompts_have_a_new_order_and_another_file_is_named(data, tmp_path, alone, capsys):
+def test_other_prompts_have_a_new_order_and_another_file_is_named(
+    data, tmp_path, alone, monkeypatch, capsys
+):
     """Once: the next checkpoint has the new hashes."""
     stream = a_stream(5)
     [next(stream) for _ in range(7)]
@@ -176,6 +165,9 @@ def test_other_prompts_have_a_new_order_and_another_file_is_named(data, tmp_path
     out = capsys.readouterr().out
     assert ("begins anew" in out, "TASK = 't' has changed" in out) == (anew, "task_file" in data)
     assert json.loads((tmp_path / "run.json").read_text())["data"] == now
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)  # which begins at its own place
+    resume.log_other_data(SimpleNamespace(**RUN), progress, resumed, DATA, now)
+    assert resumed.position == (1 if anew else 7)
 
 
 def test_the_hashes_are_of_the_prompts_ids_and_of_the_tasks_file(tmp_path, alone):

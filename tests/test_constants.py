@@ -3,12 +3,11 @@
 import io
 import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from processes import python
 
 import grpo_ref_split as trainer
 import ref_server
@@ -17,7 +16,6 @@ from grpo.checks import KINDS, settled
 from grpo.engine import training_threads
 from grpo.log import say
 
-ROOT = Path(__file__).parent.parent
 SCRIPTS = {"grpo_ref_split.py": trainer, "ref_server.py": ref_server}
 
 
@@ -67,7 +65,6 @@ def test_where_a_text_is_the_rule_a_number_is_one(given):
         ("grpo_ref_split.py", "LERNING_RATE=3", "LEARNING_RATE"),
         ("grpo_ref_split.py", "group_size=3", "GROUP_SIZE"),
         ("grpo_ref_split.py", "PORT=3", "ref_server.py"),
-        ("ref_server.py", "PROT=3", "PORT"),
         ("ref_server.py", "PLAIN=3", ""),  # which it imports
         ("ref_server.py", "STEPS=3", "grpo_ref_split.py"),
     ],
@@ -111,10 +108,7 @@ def test_help_is_the_usage(given, capsys):
 )
 def test_a_wrong_command_is_told_before_torch_is_imported(command, named, tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('imported')")
-    script, *words = command.split()
-    env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, ROOT / script, *words]
-    done = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
+    done = python(*command.split(), PYTHONPATH=str(tmp_path))
     assert (done.returncode, done.stdout) == (1, "")
     assert named in done.stderr and "imported" not in done.stderr
 
@@ -174,10 +168,8 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
     source = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     source += "signal.raise_signal(signal.SIGINT)"  # a shell's `&` would ignore it
     (tmp_path / "torch.py").write_text(source)
-    env = os.environ | {"PYTHONPATH": str(tmp_path)}
     for script in ("grpo_ref_split.py", "ref_server.py"):
-        command = [sys.executable, ROOT / script]
-        done = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
+        done = python(script, PYTHONPATH=str(tmp_path))
         assert done.returncode and done.stderr.split("\n") == ["", "ended by Ctrl-C", ""], script
 
 
@@ -185,15 +177,13 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
     ("2.11.0+cu130", ""), ("2.13.0", ",pinned_max_round"), ("2.14.0a0+git1", ",pinned_max_round")
 ])  # fmt: skip
 def test_the_allocator_gets_what_this_torch_knows(version, more, monkeypatch):
-    """torch 2.11 ends at its first allocation on a GPU if it does not know a setting."""
+    """torch 2.11 ends at its first allocation on a GPU if it does not know a setting. What a user
+    has set stays."""
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(constants.importlib.metadata, "version", {"torch": version}.get)
     constants.before_torch()
     found = os.environ["PYTORCH_CUDA_ALLOC_CONF"]
     assert found.startswith(f"expandable_segments:True{more}") and ("," in found) == bool(more)
-
-
-def test_the_allocator_that_a_user_has_set_stays(monkeypatch):
     monkeypatch.setattr(os, "environ", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:99"})
     constants.before_torch()
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:99"
@@ -253,7 +243,6 @@ def test_constants_cant_be_set_and_a_change_is_a_copy():
     ["evaluate.py", "a", "b"],
 ])  # fmt: skip
 def test_python_without_docstrings_is_refused_in_a_line(words):
-    command = [sys.executable, "-OO", *words]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    ended = python("-OO", *words)
     assert ended.returncode == 1 and not ended.stdout
     assert re.fullmatch("python -OO .* leave it out\n", ended.stderr)

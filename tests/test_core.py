@@ -15,7 +15,10 @@ LINES = 6_100  # of our files that a plain run loads; to become 5 500
 SERVER = {
     f"grpo/{name}.py" for name in ("client", "remote", "waits", "wire")
 }  # only with REF_SERVER
-GPU = {f"gpu/{name}" for name in ("sizes", "sample_sizes", "cuda_graph", "nvidia", "varlen")}
+GPU = {
+    f"gpu/{name}"
+    for name in ("sizes", "sample_sizes", "cuda_graph", "decoding", "nvidia", "varlen")
+}
 GPU |= {"training/rounding", "sampling/float32_head"}  # bfloat16
 GPU |= {"training/lora", "sampling/plain_decoder"}  # that those import
 GPU = {f"grpo/options/{name}.py" for name in GPU}

@@ -1,11 +1,17 @@
 """Tasks may start processes, in each of multiprocessing's ways; none is left after a run."""
 
+import contextlib
+import json
+import os
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
+import psutil
 import pytest
+from processes import python
 
 TASK = """
 import multiprocessing, subprocess, sys, time
@@ -31,16 +37,14 @@ def rewards(item, text):
 """
 
 
-def python(code):
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    options = {"capture_output": True, "text": True, "timeout": 100}
-    return subprocess.run(command, check=False, cwd=Path(__file__).parent.parent, **options)
+def run(code):
+    return python("-c", textwrap.dedent(code))
 
 
 @pytest.mark.parametrize("way", ["fork", "forkserver", "spawn"])
 def test_a_reward_may_start_processes_and_none_is_left(way, tmp_path):
     (file := tmp_path / f"starts_by_{way}.py").write_text(TASK)
-    done = python(f"""
+    done = run(f"""
         from grpo.constants import Constants, begin
         begin()
         import psutil
@@ -61,7 +65,7 @@ def test_a_reward_may_start_processes_and_none_is_left(way, tmp_path):
 
 def test_a_signal_that_meets_a_child_at_its_birth_is_not_lost():
     """The child takes 0.5 s until it has its handlers; the signal comes before."""
-    done = python("""
+    done = run("""
         import multiprocessing, os, time
         os.register_at_fork(after_in_child=lambda: time.sleep(0.5))  # hooks run in this order
         from grpo.stop import stop
@@ -76,7 +80,7 @@ def test_a_signal_that_meets_a_child_at_its_birth_is_not_lost():
 
 
 def test_a_child_ignores_the_runs_ctrl_c_and_ends_with_the_run():
-    done = python("""
+    done = run("""
         import multiprocessing, os, signal, time
         from grpo.stop import stop
         os.setsid()
@@ -94,7 +98,7 @@ def test_a_child_ignores_the_runs_ctrl_c_and_ends_with_the_run():
 
 def test_a_child_of_a_thread_outlives_the_thread_and_can_be_terminated():
     """Each reply() is called in a thread of its own, and may keep a process for the next one."""
-    done = python("""
+    done = run("""
         import multiprocessing, threading, time
         from grpo.ranks import no_child_stays
         from grpo.stop import stop
@@ -119,7 +123,7 @@ def test_a_child_of_a_thread_outlives_the_thread_and_can_be_terminated():
 
 
 def test_a_pool_that_a_task_keeps_does_not_hang_the_end():
-    done = python("""
+    done = run("""
         import multiprocessing
         from grpo.ranks import no_child_stays
         from grpo.stop import stop
@@ -131,7 +135,7 @@ def test_a_pool_that_a_task_keeps_does_not_hang_the_end():
 
 
 def test_a_child_that_exits_does_not_wait_for_the_watchdog_of_the_time_limit():
-    done = python("""
+    done = run("""
         import os, sys
         from grpo.calls import timely, watchdog
         with timely(20, "a reward"):
@@ -142,3 +146,37 @@ def test_a_child_that_exits_does_not_wait_for_the_watchdog_of_the_time_limit():
         assert watchdog.ends == float("inf")
     """)
     assert done.stdout == "3\n" and not done.stderr
+
+
+LEAVES = """
+import json, os, signal, subprocess, sys
+LEFT = []
+def load(split): return [{"question": "1", "answer": "1"}] * 20
+def messages(item): return [{"role": "user", "content": "1"}]
+def rewards(item, text):
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"])
+    open(__file__ + ".json", "w").write(json.dumps([os.getpid(), left.pid]))
+    os.kill(os.getpid(), getattr(signal, os.environ["BY"]))
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(("program", "by"), [
+    ("grpo_ref_split.py worker TASK={task} MODEL={model}", "SIGTERM"),
+    ("-m tasks {task} MODEL={model}", "SIGHUP"),
+])  # fmt: skip
+def test_no_child_of_a_task_outlives_a_program_that_a_signal_ends(program, by, tiny, tmp_path):
+    (file := tmp_path / "leaves.py").write_text(LEAVES)
+    command = [sys.executable, *program.format(task=file, model=tiny).split()]
+    environment = os.environ | {"BY": by}
+    options = {"cwd": Path(__file__).parent.parent, "env": environment, "timeout": 100}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, **options)
+    assert done.returncode and "ended by Ctrl-C" in done.stderr, done.stderr[-2000:]
+    _, left = json.loads((tmp_path / "leaves.py.json").read_text())
+    for _ in range(50):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(left).status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.1)
+                continue
+        return
+    raise AssertionError("the reward's process is still there")

@@ -1,10 +1,9 @@
 """tasks/gsm8k.py: the format that is rewarded, its prompt and its loader."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 
 from tasks import gsm8k
 from tasks.gsm8k import CORRECT, FORMATTED, WRONG, rewards
@@ -61,11 +60,7 @@ def test_an_answer_that_looks_again_is_counted_and_not_rewarded(text, again):
 def test_importing_a_task_imports_neither_torch_nor_datasets_nor_sympy():
     code = "import sys, tasks.gsm8k, tasks.arithmetic, tasks.math;"
     code += "print({'torch', 'datasets', 'sympy'} & set(sys.modules))"
-    root = Path(gsm8k.__file__).resolve().parents[1]
-    shown = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, check=True, stdout=subprocess.PIPE
-    )
-    assert shown.stdout.strip() == b"set()"
+    assert python("-c", code).stdout.strip() == "set()"
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K folder is not beside the repository")

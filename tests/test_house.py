@@ -60,6 +60,7 @@ MAY = {  # what a module may import of ours
 }
 CHOOSE = {  # who of the core names an option, within the function that switches it on
     "gpu.cuda_graph": "grpo.decoder",  # NVIDIA's GPU
+    "gpu.decoding": "grpo.sampler grpo.decode_attention",  # a GPU
     "gpu.nvidia": "grpo.models grpo.ranks",  # a GPU of NVIDIA's
     "gpu.sizes": "grpo.start",  # a GPU, and "auto"
     "gpu.varlen": "grpo.forward",  # NVIDIA's GPU, in bfloat16
@@ -80,6 +81,7 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "training.rounding": "grpo.engine",  # bfloat16
     "training.teacher": "grpo.reference",  # REFERENCE
     "turns.continued": "grpo.sampler",  # a task with reply()
+    "turns.counts": "grpo.metrics",  # a task with reply()
     "turns.tools": "grpo.task",  # a task with TOOLS
     "turns.turns": "grpo.rollout grpo.prepare grpo.rewards",  # a task with reply(), and its preview
     "workers.gate": "ref_server",

@@ -36,8 +36,7 @@ def ptx_of(kernel, dtype, capability, num_warps, constants):
 ])  # fmt: skip
 def test_the_kernels_compile(capability, dtype, itemsize, tmp_path, monkeypatch):
     """The interpreter runs what does not compile. No register may spill, no float be a double, and
-    logits move 16 bytes at a time: with a mask of the odd vocabulary it would be one by one.
-    """
+    logits move 16 bytes at a time: with a mask of the odd vocabulary it would be one by one."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -2,16 +2,15 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import jinja2
 import pytest
 import torch
-from documents import ROOT
 from fakes import tiny_policy
 from families import tiny_model
+from processes import python
 from safetensors.torch import load_file, save_file
 
 import ref_server
@@ -160,6 +159,5 @@ for _ in range(20):
     torch.ones(10_000_000).sum()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 """
-    command = [sys.executable, "-c", program]
-    before, after = subprocess.check_output(command, cwd=ROOT, text=True).split()[-2:]
+    before, after = python("-c", program).stdout.split()[-2:]
     assert int(after) - int(before) < 50_000

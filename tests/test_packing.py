@@ -64,12 +64,3 @@ def test_a_random_sweep(packs):
 def seconds(batches, rows, world, packs):
     costs = [tokens_of(batch, rows, packs) for batch in batches]
     return sum(max(costs[i : i + world]) for i in range(0, len(costs), world))
-
-
-def test_micro_batches_are_of_one_size():
-    prompts, completions = [[g] * 40 for g in range(8) for _ in range(4)], [[0] * 10] * 32
-    sizes = sizes_of(prompts, completions, True)  # 8 groups of 4, 80 tokens each
-    assert [len(batch) for batch in pack_by_tokens(sizes, 215)] == [9, 9, 9, 5]  # full ones
-    assert [[len(b) for b in turn] for turn in plan_micro_batches(sizes, 1, 215)] == [[8]] * 4
-    # Three groups on two ranks: whole ones would let a rank wait for half of its time
-    assert [[len(b) for b in turn] for turn in plan_micro_batches(sizes[:12], 2, 400)] == [[6, 6]]

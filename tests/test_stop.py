@@ -16,9 +16,10 @@ ROOT = Path(__file__).parent.parent
 ANNOUNCED = signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
 
 LISTENS = """
-import sys
+import signal, sys
 from grpo import stop, waits
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` would ignore it
 waits.STOP_SECONDS, stop.AGAIN_SECONDS, wait = 1, 1, waits.Wait("the server", 600)
 with stop.stop.listening():
     print("listening", flush=True)
@@ -28,9 +29,9 @@ with stop.stop.listening():
 
 
 @contextlib.contextmanager
-def listener(doing, **options):
+def listener(doing):
     words = [sys.executable, "-c", LISTENS, doing]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} | options
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(words, cwd=ROOT, text=True, **pipes) as process:
         try:
             assert process.stdout.readline() == "listening\n"

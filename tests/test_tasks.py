@@ -8,7 +8,6 @@ import re
 import runpy
 import shlex
 import signal
-import subprocess
 import sys
 import time
 import types
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 from fakes import a_recipe
 from helpers import Replies, reply
+from processes import python
 
 import grpo_ref_split as trainer
 from grpo.checks import settled
@@ -312,8 +312,7 @@ def test_a_list_of_tasks_and_a_wrong_name_come_at_once(name):
     code = f"import runpy, sys\nsys.argv[1:] = {name.split()}\n"
     code += "try: runpy.run_module('tasks', run_name='__main__')\n"
     code += "finally: print({'torch', 'transformers', 'deepspeed'} & set(sys.modules))"
-    command = [sys.executable, "-c", code]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, check=False, text=True)
+    shown = python("-c", code)
     assert shown.stdout.endswith("set()\n") and ("did you mean gsm8k" in shown.stderr) == bool(name)
     for task in ("arithmetic", "gsm8k", "math"):
         assert bool(re.search(rf"(?m)^    {task} +\w", shown.stdout)) != bool(name)

@@ -8,10 +8,8 @@ from tasks import arithmetic
 
 
 def make_tiny(folder, max_tokens=256):
-    """-> the folder, with a random Qwen2 of 32 000 parameters, float32, and a byte-level tokenizer.
-
-    The tokenizer has ChatML as its template; the embedding has more rows (416) than it has ids.
-    """
+    """-> the folder, with a random Qwen2 of 32 000 parameters, float32, and a byte-level tokenizer
+    with ChatML as its template; the embedding has more rows (416) than the tokenizer has ids."""
     tokenizer = make_tokenizer(arithmetic)
     torch.manual_seed(0)
     config = Qwen2Config(

@@ -27,10 +27,8 @@ const texts = (id, tag) => [...$(id).querySelectorAll(tag)].map(node => node.tex
 def browse(url, *options, seconds=3):
     """Returns what Chromium prints, and its console, after `seconds` of the page's clock."""
     with tempfile.TemporaryDirectory() as profile:
-        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
-        command += ["--disable-background-networking", "--disable-sync", "--mute-audio"]
-        command += ["--disable-component-update", "--disable-extensions", "--hide-scrollbars"]
-        command += ["--disable-quic", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        command += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
         command += ["--disable-dev-shm-usage", "--enable-logging=stderr", "--window-size=1200,900"]
         command += [f"--user-data-dir={profile}", f"--virtual-time-budget={1000 * seconds}"]
         command += [*options, url]

@@ -136,10 +136,8 @@ def run_it(function, *args, **kwargs):
 
 
 def computed(func, args, kwargs, flat, run):
-    """Returns what the operation returns on the CPU, by run(function, *args, **kwargs).
-
-    Kernels of the CPU take no generator of the GPU: they get one that has its state.
-    """
+    """Returns what the operation returns on the CPU, by run(function, *args, **kwargs). Kernels of
+    the CPU take no generator of the GPU: they get one that has its state."""
     twins = {x: torch.Generator() for x in flat if isinstance(x, torch.Generator)}
     for generator, twin in twins.items():
         twin.set_state(generator.get_state())

@@ -46,10 +46,8 @@ class SyncDebug:
 
 
 def source_line():
-    """Returns the innermost line of the project that is running, and of a library that it called.
-
-    Example: "grpo/forward.py:104, sdpa_mask.py:307"; "autograd" where a backward pass runs.
-    """
+    """Returns the innermost line of the project that is running, and of a library that it called:
+    "grpo/forward.py:104, sdpa_mask.py:307"; "autograd" where a backward pass runs."""
     frame, library = sys._getframe(1), ""
     while frame:
         name, line = frame.f_code.co_filename, frame.f_lineno

@@ -38,10 +38,8 @@ def recipe(tmp_path, monkeypatch):
     def make(code):
         file = tmp_path / f"task{len(list(tmp_path.iterdir()))}.py"
         file.write_text(f"{HEAD}\n{code}")
-        recipe = a_recipe(task=load_task(str(file)), TASK=str(file), REWARD_WEIGHTS={"reward": 1})
-        recipe.outcome, recipe.weights = "reward", {"reward": 1.0}
-        recipe.submit = start_loop(recipe.task, 9)
-        return recipe
+        own = {"TASK": str(file), "REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward"}
+        return a_recipe(task=(task := load_task(str(file))), submit=start_loop(task, 9), **own)
 
     return make
 

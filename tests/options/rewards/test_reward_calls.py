@@ -1,15 +1,11 @@
 """The time limit of a task's functions."""
 
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
+from processes import python
 
 from grpo.calls import TooSlow, timely
-
-ROOT = Path(__file__).parents[3]
 
 
 def for_ever():
@@ -64,6 +60,5 @@ import ctypes, signal, time
 from grpo import calls
 calls.GRACE_SECONDS = 0.4
 with calls.timely(0.1, "this"):{block}"""
-    options = {"capture_output": True, "text": True, "cwd": ROOT, "timeout": 60}
-    run = subprocess.run([sys.executable, "-c", program], check=False, **options)
+    run = python("-c", program)
     assert run.returncode == 1 and 'File "<string>"' in run.stderr

@@ -9,7 +9,7 @@ from families import PROMPTS
 
 from grpo import decoder
 from grpo.cached import CachedDecoder
-from grpo.forward import has_plain_head
+from grpo.forward import CompletionModel, has_plain_head
 from grpo.options.sampling.float32_head import ConvertedHead, give_float32_head
 from grpo.options.sampling.plain_decoder import PlainDecoder
 from grpo.sample import Prompt
@@ -72,3 +72,14 @@ def test_a_policy_converts_its_head_once_and_forgets_it(tiny):
     assert len(groups) == len(PROMPTS) and len(seen) > 4
     assert len({id(weight) for weight in seen}) == 1 and seen[0].dtype == torch.float32
     assert "float32_weight" not in vars(head)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "qwen2"])
+def test_packed_sequences_stay_and_a_head_that_is_not_plain_keeps_its_logits(family, model_of):
+    model = copy.deepcopy(model_of(family)).bfloat16()
+    before = CompletionModel(model).packs
+    give_float32_head(model)
+    assert CompletionModel(model).packs == before
+    assert ("forward" in vars(model.get_output_embeddings())) == (family != "gemma2")
+    with ConvertedHead(model):
+        pass

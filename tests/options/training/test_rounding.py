@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from grpo.engine import load_states
 from grpo.options.training import rounding
 from grpo.options.training.recut import WEIGHTS
-from grpo.options.training.rounding import BLOCK, blocks, noise, round_masters, rounded
+from grpo.options.training.rounding import BLOCK, noise, round_masters, rounded
 
 
 # --- The rounding ---------------------------------------------------------------------
@@ -50,14 +50,6 @@ def test_places_and_seeds_have_independent_numbers():
     counts = torch.histc(one, 256, 0, 2**16)
     assert ((counts - BLOCK / 256) ** 2 / (BLOCK / 256)).sum() < 255 + 5 * (2 * 255) ** 0.5
     assert 0 <= one.min() and one.max() < 2**16
-
-
-@pytest.mark.parametrize("place, size", [(0, 3), (BLOCK - 2, 5), (BLOCK, BLOCK), (7, 2 * BLOCK)])
-def test_blocks_cover_the_row_and_cross_no_border(place, size):
-    parts = list(blocks(place, size))
-    assert [first for first, _ in parts] == [0, *[end for _, end in parts[:-1]]]
-    assert parts[-1][1] == size
-    assert all((place + first) // BLOCK == (place + end - 1) // BLOCK for first, end in parts)
 
 
 # --- The ranks' parts -------------------------------------------------------------------

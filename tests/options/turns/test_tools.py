@@ -11,9 +11,9 @@ from fakes import a_recipe, sampled
 from test_turns import Actor
 
 from grpo.calls import TaskError, TooSlow
-from grpo.metrics import turn_metrics
 from grpo.models import prompt_ids
 from grpo.options.turns import tools as module
+from grpo.options.turns.counts import turn_metrics
 from grpo.options.turns.tools import give_tools
 from grpo.options.turns.turns import bridge, play
 from grpo.options.workers.shared_settings import settings_of
