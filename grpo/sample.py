@@ -38,11 +38,10 @@ class Sample:
     ref_logps: list[float] | None = None  # of the reference; None if KL_BETA is 0
     advantage: float = 0.0
     weight: float = 0.0  # of each of the model's tokens in the step's loss
-    group: str = ""  # its group's id
     version: int = 0  # the number of steps of the policy that sampled it
-    # The trainer's log-probs of the model's tokens in the last update; None: another rank's
+    group: str = ""  # its group's id
+    # Of the model's tokens, by the last update (None: on another rank), and the rollout's first
     trainer_logps: list[float] | None = None
-    # The same in the rollout's first update, whose next ones take them as the old ones
     old_logps: list[float] | None = None
 
     @property
@@ -88,9 +87,9 @@ class Group:
             sample.ref_logps = part.tolist()
 
 
-def keep_logps(batch, logps, first):
-    """Keeps the log-probs (N,) of a micro-batch's samples: as evidence, and in a rollout's `first`
-    update as the old ones of its next updates."""
+def keep_logps(batch, logps, *, first):
+    """Keeps the trainer's log-probs (N,) of a micro-batch's samples; in a rollout's `first` update
+    also as the old ones of its next updates."""
     parts = logps.cpu().split([sample.length for sample in batch])
     for sample, part in zip(batch, parts, strict=True):
         sample.trainer_logps = part.tolist()

@@ -121,6 +121,25 @@ def make_reference(c, policy, server):
     return reference
 
 
+def uses_of(c, policy, sampler, engine, recipe, reference):
+    """Returns what a run really uses, by name: what fails its trial has been replaced."""
+    model, weight = engine.module, next(policy.model.parameters())
+    device = torch.cuda.get_device_name() if weight.is_cuda else weight.device.type
+    packed = "packed, in one kernel" if model.varlen else "packed, in buckets"
+    chunks = "in chunks, by Triton" if use_triton(weight) else "in chunks, by torch"
+    beside = recipe.submit or environment_rewards(recipe.task)
+    return {
+        "ranks": dist.get_world_size(),
+        "device": f"{device}, {training_threads()} CPU threads a rank",
+        "dtype": policy.dtype,
+        "sampler": sampler.describe(c),
+        "attention": packed if model.packs else "each completion with its prompt",
+        "loss": chunks if c.FUSED_LOSS and model.separable else "all logits at once",
+        "reference": reference.what,
+        "rewards": "beside the sampling" if beside else "in the main thread",
+    }
+
+
 def serve_workers(c, recipe, policy, progress):
     """Collective: returns rank 0's Workers, which have its policy, or NoWorkers."""
     workers = NoWorkers()
@@ -140,25 +159,6 @@ def make_reporters(c, record, progress):
     from grpo.options.training.reporters import Reporter
 
     return [Reporter(to, record, progress) for to in c.REPORT_TO]
-
-
-def uses_of(c, policy, sampler, engine, recipe, reference):
-    """Returns what a run really uses, by name: what fails its trial has been replaced."""
-    model, weight = engine.module, next(policy.model.parameters())
-    device = torch.cuda.get_device_name() if weight.is_cuda else weight.device.type
-    packed = "packed, in one kernel" if model.varlen else "packed, in buckets"
-    chunks = "in chunks, by Triton" if use_triton(weight) else "in chunks, by torch"
-    beside = recipe.submit or environment_rewards(recipe.task)
-    return {
-        "ranks": dist.get_world_size(),
-        "device": f"{device}, {training_threads()} CPU threads a rank",
-        "dtype": policy.dtype,
-        "sampler": sampler.describe(c),
-        "attention": packed if model.packs else "each completion with its prompt",
-        "loss": chunks if c.FUSED_LOSS and model.separable else "all logits at once",
-        "reference": reference.what,
-        "rewards": "beside the sampling" if beside else "in the main thread",
-    }
 
 
 def start_run(c, tokenizer, recipe, questions, server, batch_loss):

@@ -31,18 +31,18 @@ def per_id(sample, logps):
     return [next(left, None) if mine else None for mine in by_model]
 
 
-def tokens_of(samples, other):
+def tokens_of(samples, other, version=None):
     """Returns the model's tokens whose log-probs both sides have, as dicts (the module's "worst",
-    without texts), in order. `other` is "sampler" or "reference". An older policy's samples are
-    left out beside the sampler's log-probs, which differ rightly, unless they are not finite."""
-    found, newest = [], max((sample.version for sample in samples), default=0)
+    without texts), in order. `other` is "sampler" or "reference". With a `version`, tokens that
+    another policy sampled are left out, whose log-probs differ rightly, unless not finite."""
+    found = []
     for number, sample in enumerate(samples):
         lists = per_id(sample, sample.trainer_logps), getattr(sample, LISTS[other]) or ()
         for at, (id, ours, theirs) in enumerate(zip(sample.ids, *lists, strict=False)):
             if ours is not None:
                 token = {"sample": number, "token": at, "id": id, "trainer": ours, other: theirs}
-                old = sample.version < newest and other == "sampler"
-                found += [] if old and size_of(token, other) < math.inf else [token]
+                same = version in (None, sample.version) or other != "sampler"
+                found += [token] if same or size_of(token, other) == math.inf else []
     return found
 
 
@@ -52,7 +52,7 @@ def size_of(token, other):
     return gap if math.isfinite(gap) else math.inf
 
 
-def summary(samples, other):
+def summary(samples, other, version=None):
     """Returns what tells causes apart, in nats, over the model's tokens with finite log-probs:
 
     mean       of trainer - other; the next are of the absolute gap
@@ -60,7 +60,7 @@ def summary(samples, other):
     quarters   means over the first, second, third and last quarter of each completion's ids
     moved      means if the other's log-probs were those of the token before, or after
     """
-    tokens = [t for t in tokens_of(samples, other) if size_of(t, other) < math.inf]
+    tokens = [t for t in tokens_of(samples, other, version) if size_of(t, other) < math.inf]
     if not tokens:
         return {}
     sizes, quarters = [size_of(token, other) for token in tokens], [[], [], [], []]
@@ -93,11 +93,12 @@ def keep_evidence(run, step, samples, metrics, why, other="sampler"):
     """Collective: rank 0 writes the file of an update with all ranks' `samples`. Returns a text
     that names the file and the worst tokens. Keeps the files of the last IDLE_LIMIT such steps."""
     gather_logps(samples)  # collective
-    tokens = sorted(tokens_of(samples, other), key=lambda token: -size_of(token, other))[:WORST]
+    found = tokens_of(samples, other, version := step - 1)
+    tokens = sorted(found, key=lambda token: -size_of(token, other))[:WORST]
     worst = [token | {"text": run.policy.tokenizer.decode([token["id"]])} for token in tokens]
     path = run.folder.path / f"bad_step_{step:06d}.json"
     record = {"step": step, "why": str(why), "metrics": metrics, "compared": ["trainer", other]}
-    record |= {"gaps": summary(samples, other), "worst": worst}
+    record |= {"gaps": summary(samples, other, version), "worst": worst}
     record["samples"] = [asdict(s) | {"trainer_logps": per_id(s, s.trainer_logps)} for s in samples]
     where = f"its samples and all log-probs are in {path} (docs/troubleshooting.md)"
     try:

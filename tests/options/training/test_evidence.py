@@ -14,7 +14,7 @@ import grpo_ref_split as trainer
 from grpo.forward import CompletionModel
 from grpo.metrics import TokenStats
 from grpo.options.training.evidence import size_of, skip_step, summary, tokens_of
-from grpo.proof import check_gap, check_sampler
+from grpo.proof import NOISE, check_gap, check_sampler
 from grpo.ranks import RunFailed
 from grpo.report import RunFolder, check_update, leaving_evidence
 from grpo.resume import Progress
@@ -58,7 +58,7 @@ def evidence(folder):
 def gaps_of(policy, samples):
     """-> the summary of an update that check_sampler refuses."""
     with pytest.raises(RuntimeError, match="trainer and sampler"):
-        check_sampler(updated(policy, samples), SimpleNamespace(noise=1e-6))
+        check_sampler(updated(policy, samples), SimpleNamespace(noise=NOISE["float32"]))
     return summary(samples, "sampler")
 
 
@@ -141,7 +141,7 @@ def test_the_error_names_the_file_and_its_worst_tokens(tiny, alone, tmp_path):
     for number, at, gap in [(2, 5, 4.0), (0, 3, -2.0), (9, 0, 1.0)]:
         samples[number].logps[at] -= gap
     metrics = updated(policy, samples)
-    check = functools.partial(check_sampler, metrics, SimpleNamespace(noise=1e-6))
+    check = functools.partial(check_sampler, metrics, SimpleNamespace(noise=NOISE["float32"]))
     note = failed(run, samples, metrics, check)
     assert f"{tmp_path}/bad_step_000001.json" in note and note.count("at token") == 3
     found, worst = evidence(tmp_path), samples[2]
@@ -180,7 +180,7 @@ def test_steps_that_are_not_finite_are_kept_and_end_the_run_if_they_follow_each_
 ):
     policy = tiny_policy(tiny)
     run, metrics = a_run(policy, tmp_path, IDLE_LIMIT=3), {"loss": math.nan, "grad_norm": math.inf}
-    samples = [Sample([7, 8, 9], [-1.0, -2.0, -3.0]), Sample([7], [-1.0], version=-2)]
+    samples = [Sample([7, 8, 9], [-1.0, -2.0, -3.0], version=2), Sample([7], [-1.0], version=1)]
     samples[0].trainer_logps, samples[1].trainer_logps = [-1.0, math.nan, -3.5], [math.inf]
     for run.progress.step in range(1, 5):
         if run.progress.step == 3:
@@ -203,12 +203,12 @@ def test_steps_that_are_not_finite_are_kept_and_end_the_run_if_they_follow_each_
 def test_tokens_of_the_task_and_samples_of_an_older_policy_are_not_compared():
     turns = Sample([5, 6, 7], [-1.0, 0.0, -2.0], is_model_token=[True, False, True], version=7)
     turns.trainer_logps = [-1.5, -2.5]
-    old = Sample([5], [-9.0], version=-1, trainer_logps=[-1.0], ref_logps=[-1.0])
-    assert [(t["token"], t["trainer"]) for t in tokens_of([turns, old], "sampler")] == [
+    old = Sample([5], [-9.0], version=6, trainer_logps=[-1.0], ref_logps=[-1.0])
+    assert [(t["token"], t["trainer"]) for t in tokens_of([turns, old], "sampler", 7)] == [
         (0, -1.5), (2, -2.5)
     ]  # fmt: skip
-    assert [t["sample"] for t in tokens_of([turns, old], "reference")] == [1]
-    assert summary([turns, old], "sampler")["tokens"] == 2
+    assert [t["sample"] for t in tokens_of([turns, old], "reference", 7)] == [1]
+    assert summary([old], "sampler", 7) == {}
 
 
 def test_a_disk_that_is_full_does_not_hide_the_error(tiny, alone, tmp_path):
