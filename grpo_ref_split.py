@@ -355,15 +355,13 @@ def train(run):
             checkpoint.point(c.RUN_DIR, "final", p.saved if done else None)
             return asked
         run.clock.lap()  # evaluations and checkpoints are not part of a step
-        place = checkpoint.place_of(run)
-        with checkpoint.back_if_failed(run, place):
+        with checkpoint.back_if_failed(run, place := checkpoint.place_of(run)):
             rolled_out = sample_rollout(run)  # collective; lines 5, 7, 8, 9
         train_on(run, *rolled_out, place, c.STEPS, bar)  # collective; lines 6, 10, 11
 
 
 def train_on(run, groups, metrics, sampled, place, last, bar):
-    """Collective: makes the updates of a rollout, none after step `last`, and logs them. `groups`,
-    `metrics` and `sampled` are sample_rollout's, `place` is the run's before it."""
+    """Collective: makes a rollout's updates, none after step `last`; `place`: the run's before."""
     c, p, before = run.c, run.progress, run.progress.step
     with checkpoint.back_if_failed(run, place), ranks.all_or_none():  # collective
         samples, old = samples_to_train(run.recipe, groups, before)  # line 6
