@@ -56,8 +56,8 @@ def engine(request, monkeypatch):
 
 
 def make(size=24, *, width=97, hidden=16, dtype=torch.float32, device="cpu"):
-    """-> hidden (N, H), head (V', H), ids (N,), slopes (N,), d loss / d logp. The first ids are column
-    0, the last column and the likeliest one."""
+    """-> hidden (N, H), head (V', H), ids (N,), slopes (N,), d loss / d logp. The first ids are
+    column 0, the last column and the likeliest one."""
     torch.manual_seed(0)
     states, head = torch.randn(size, hidden).to(dtype), (torch.randn(width, hidden) / 2).to(dtype)
     ids = torch.randint(width, (size,))

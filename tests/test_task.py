@@ -47,7 +47,6 @@ def refused(names, function, *arguments, **named):
 # --- Questions ----------------------------------------------------------------------
 @pytest.mark.parametrize(("load", "got"), [
     (lambda split: [], "returned []"),
-    (lambda split: [QUESTION, 5], "5"),
     (lambda split: {"train": []}, "'train'"),
     (lambda split: {}[split], "KeyError: 'train'"),
 ])  # fmt: skip
@@ -57,8 +56,6 @@ def test_a_load_without_questions_is_refused(load, got, tiny):
 
 @pytest.mark.parametrize(("messages", "got"), [
     (lambda item: item["question"], "'Why?'"),
-    (lambda item: [], "[]"),
-    (lambda item: [item["question"]], "['Why?']"),
     (lambda item: chat(item)[0], "{'role': 'user', 'content': 'Why?'}"),
     (lambda item: [{"role": "user"}], "[{'role': 'user'}]"),
     (lambda item: [{"role": "user", "content": 5}], "[{'role': 'user', 'content': 5}]"),
@@ -154,7 +151,6 @@ def test_rewards_that_compare_see_the_group():
 @pytest.mark.parametrize(("given", "got"), [
     (lambda item, texts: [True], "[True]"),
     (lambda item, texts: {"a": 1}, "{'a': 1}"),
-    (lambda item, texts: 1.0, "1.0"),
     (lambda item, texts: {1.0, 2.0}, "{1.0, 2.0}"),  # without an order
     (lambda item, texts: [1.0] * len(texts), "{'reward': 1.0}"),  # as rewards() does
 ])  # fmt: skip
@@ -244,15 +240,11 @@ def test_a_mistake_in_a_tasks_file_is_said(text, names, tmp_path, monkeypatch):
 @pytest.mark.parametrize("line, named", [
     ("from random import pick", "ImportError"),  # Python's has no pick
     ("import random; random.pick()", "AttributeError"),
-    ("from grpo import pick", "ImportError"),
     ("import grpo.pick", "ModuleNotFoundError"),
     ("from wave.parts import pick", "ModuleNotFoundError"),
     ("from . import helper", "ImportError"),
-    ("from .helper import pick", "ImportError"),
     ("import helper", None),
-    ("from helper import nothing", "ImportError"),
     ("import helper; helper.nothing()", "AttributeError"),
-    ("from json import nothing", "ImportError"),
     ("import no_such_module", "ModuleNotFoundError"),
 ])  # fmt: skip
 def test_a_helper_that_python_does_not_find_is_named_with_the_cure(
