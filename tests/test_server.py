@@ -201,16 +201,17 @@ def test_a_full_server_says_so_and_still_answers_health():
 
 
 LOADS = """
-import os, signal, ref_server
-ref_server.Reference = lambda c: os.kill(os.getpid(), signal.SIGUSR1)
+import os, signal, sys, ref_server
+ref_server.Reference = lambda c: os.kill(os.getpid(), signal.Signals[sys.argv.pop()])
 ref_server.main(PORT=0)
 """
 
 
-def test_a_server_that_a_signal_ends_says_so_also_while_it_loads(tmp_path):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_server_that_a_signal_ends_says_so_also_while_it_loads(name, tmp_path):
     (tmp_path / "loads.py").write_text(LOADS)
-    process = start([sys.executable, tmp_path / "loads.py"], tmp_path / "log")
-    assert process.wait(60) == 1 and "ended by SIGUSR1" in (tmp_path / "log").read_text()
+    process = start([sys.executable, tmp_path / "loads.py", name], tmp_path / "log")
+    assert process.wait(60) == 1 and f"ended by {name}" in (tmp_path / "log").read_text()
 
 
 def has_ipv6():

@@ -47,6 +47,7 @@ def refused(names, function, *arguments, **named):
 # --- Questions ----------------------------------------------------------------------
 @pytest.mark.parametrize(("load", "got"), [
     (lambda split: [], "returned []"),
+    (lambda split: [QUESTION, 5], "5"),
     (lambda split: {"train": []}, "'train'"),
     (lambda split: {}[split], "KeyError: 'train'"),
 ])  # fmt: skip
@@ -56,6 +57,8 @@ def test_a_load_without_questions_is_refused(load, got, tiny):
 
 @pytest.mark.parametrize(("messages", "got"), [
     (lambda item: item["question"], "'Why?'"),
+    (lambda item: [], "[]"),
+    (lambda item: [item["question"]], "['Why?']"),
     (lambda item: chat(item)[0], "{'role': 'user', 'content': 'Why?'}"),
     (lambda item: [{"role": "user"}], "[{'role': 'user'}]"),
     (lambda item: [{"role": "user", "content": 5}], "[{'role': 'user', 'content': 5}]"),

@@ -44,6 +44,7 @@ CLOSED += "{% else %}<think>\n{% endif %}"
 @pytest.mark.parametrize("text, expected", [
     (THINK, THINK),
     ("<seed:think>", "<seed:think>"),
+    ("[THINK]", "[THINK]"),
     ("<reasoning>\n\n", "<reasoning>\n\n"),
     ("<plan>{# </plan> #}", "<plan>"),  # the template knows how it ends
     ("<think>\n\n</think>\n\n", ""),  # Qwen3 with enable_thinking=False: it is closed

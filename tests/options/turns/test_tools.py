@@ -439,7 +439,9 @@ def test_functions_and_methods_may_both_be_tools_and_a_loaded_task_is_loaded_aga
 
 @pytest.mark.parametrize("tools, named", [
     (["deposti"], "deposti is no method of the class"),
+    (["__doc__"], "__doc__ is no method of the class"),
     ([add], "add is no method of the class"),
+    ([5], "5 is no method of the class"),
     ("balance", "b is no method of the class"),
     (["later"], "later is async"),
     (["balance", Account.balance], "balance is the name of two tools"),
