@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 pytest.importorskip("vllm")
-from processes import QUICK, command_of, kill, launch, learned, start
+from processes import QUICK, command_of, launch, learned, start
 
 from demo import free_port
 from grpo.commands.tiny_model import make_tokenizer
@@ -291,14 +291,11 @@ def test_a_trainer_that_samples_nothing_learns_from_vllm(constants, tmp_path, lo
     }
     presets = {"grpo_ref_split": trainer | {"SAMPLER": "torch"}, "grpo_ref_split:worker": trainer}
     processes, logs = {}, {role: tmp_path / f"{role}.log" for role in presets}
-    try:
-        for role, preset in presets.items():
-            processes[role] = start(command_of(role, preset), logs[role], OMP_NUM_THREADS="1")
-        done = processes["grpo_ref_split"].wait(240)
-        assert done == 0, "\n".join(log.read_text() for log in logs.values())
-        assert processes["grpo_ref_split:worker"].poll() is None
-    finally:
-        kill(*processes.values())
+    for role, preset in presets.items():
+        processes[role] = start(command_of(role, preset), logs[role], OMP_NUM_THREADS="1")
+    done = processes["grpo_ref_split"].wait(240)
+    assert done == 0, "\n".join(log.read_text() for log in logs.values())
+    assert processes["grpo_ref_split:worker"].poll() is None
     steps = learned(trainer["RUN_DIR"])
     assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert steps[0][MISMATCH] < 1e-4 and max(r["grad_norm"] for r in steps[1:]) > 1e-4
