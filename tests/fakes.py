@@ -76,6 +76,12 @@ def a_recipe(prompts=(), *, task=None, submit=None, **constants):
     return Recipe(c, task, questions, *found, submit)
 
 
+def one_reward(task, **constants):
+    """-> a Recipe of a user's task with one reward and long completions."""
+    own = {"REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward", "MAX_COMPLETION_TOKENS": 200}
+    return a_recipe(task=task, **own | {"TASK": "mine"} | constants)
+
+
 def prompts_of(outcomes):
     """-> prompts whose groups have these rewards: (correctness, format) for each completion."""
     items = [{"first": one, "second": two, "question": "?"} for one, two in outcomes]

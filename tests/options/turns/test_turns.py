@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import a_recipe, a_run, sampled, tiny_policy
+from fakes import a_recipe, a_run, one_reward, sampled, tiny_policy
 
 import evaluate
 import grpo_ref_split as trainer
@@ -84,8 +84,7 @@ class Actor:
 def talks(actor, reply, *secrets, rewards=lambda item, turns: len(turns), **constants):
     """-> sampled_and_rewarded's groups of prompts with these secrets."""
     task = SimpleNamespace(reply=reply, rewards=rewards)
-    many = {"MAX_COMPLETION_TOKENS": 200, "REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward"}
-    recipe = a_recipe(task=task, **many | {"TASK": "mine"} | constants)
+    recipe = one_reward(task, **constants)
     return sampled(actor, recipe, iter(prompts(actor.tokenizer, *secrets)))
 
 
@@ -137,8 +136,7 @@ def test_a_replys_role_is_the_same_in_training_in_the_preview_and_in_what_out_te
     item, said = {"reply": reply}, ["Three?", "Two, then."]
     way = {"reply": lambda item, turns: (item["reply"], None)[len(turns) // 2]}
     task = SimpleNamespace(rewards=lambda *_: 1, **way if short else {"Environment": Sender})
-    many = {"MAX_COMPLETION_TOKENS": 200, "REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward"}
-    recipe = a_recipe(task=task, TASK="mine", MODEL=str(tiny), **many)
+    recipe = one_reward(task, MODEL=str(tiny))
     ids = prompt_ids(tokenizer, [USER])
     (group,) = sampled(Actor(tokenizer, said), recipe, iter([(0, item, ids)]))
     trained = tokenizer.decode(group.samples[0].ids)
@@ -412,15 +410,12 @@ FIRST = ["<answer>4</answer>", "more"]
 
 @pytest.mark.parametrize("turns, reply, right", [
     (["<think>47+38</think>"], "85", False),
-    (["<think>47-38</think>"], "9", False),
     (["<think>47+38</think> "], None, False),
     (["<think>47*38</think>"], None, False),
     (["<think>47+38</think>", "85", "<answer>85</answer>"], None, True),
     (["<think>47+38</think>", "85", "<think>1+1</think>"], None, False),
     (["<answer>85</answer>"], None, True),
-    (["<answer>84</answer>"], None, False),
     (["<answer>84</answer><answer>85</answer>"], None, False),
-    (["85"], None, False),
     ([""], None, False),
 ])  # fmt: skip
 def test_the_calculator(turns, reply, right):
@@ -430,7 +425,6 @@ def test_the_calculator(turns, reply, right):
 
 @pytest.mark.parametrize("turns, reply, right", [
     (["<answer>4</answer>"], "more", False),
-    (["<answer>6</answer>"], "less", False),
     (["<answer>5</answer>"], None, True),
     (["5"], None, False),
     (["<answer>4</answer><answer>5</answer>"], None, False),
