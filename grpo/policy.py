@@ -8,12 +8,10 @@ import torch
 
 from grpo.decoder import make_decoder
 from grpo.devices import out_of_memory_names, release_memory
-from grpo.forward import CompletionModel
 from grpo.log import announced, say
 from grpo.models import as_umask, check_context, load_model, stop_ids, vocab_size_of
 from grpo.proof import NOISE
 from grpo.sampler import completion_text, stream_groups
-from grpo.scoring import score_batch
 
 
 @dataclass
@@ -72,19 +70,6 @@ class Policy:
 
     def text(self, completion):
         return completion_text(self.tokenizer, completion, self.eos_ids)
-
-    def logps(self, prompt, completion):
-        """Returns the log-probs (floats, temperature 1) of the completion's ids."""
-        model = CompletionModel(self.model)
-        (logps,) = score_batch(model, [prompt], [completion], 1.0, self.vocab_size)
-        return logps.tolist()
-
-    def load(self, tensors):
-        """A worker's: takes the trainer's trained weights. Raises ValueError, and changes nothing,
-        if they do not fit."""
-        from grpo.options.workers.weights import load_weights
-
-        load_weights(self.model, tensors)
 
     def follow(self, step):
         """Returns an empty context: this policy samples with the weights that are trained."""

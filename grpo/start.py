@@ -145,9 +145,10 @@ def serve_workers(c, recipe, policy, progress):
     workers = NoWorkers()
     with all_or_none():  # collective
         if c.PUBLISH_STEPS and dist.get_rank() == 0:
+            from grpo.options.workers.policy_proof import SharedPolicy
             from grpo.options.workers.rank_0 import Workers
 
-            workers = Workers(c, recipe, policy, progress.name)
+            workers = Workers(c, recipe, SharedPolicy(**vars(policy)), progress.name)
             workers.publish(progress.step)
     return workers
 

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 import grpo_ref_split as trainer
 from grpo.constants import Constants
 from grpo.metrics import Clock
+from grpo.options.workers.policy_proof import SharedPolicy
 from grpo.policy import load_policy
 from grpo.resume import Progress
 from grpo.rewards import total_of
@@ -140,6 +141,7 @@ PROMPTS = [Question(0, {}, [5, 6, 7, 8]), Question(1, {}, [40, 41, 42, 43, 44, 4
 def tiny_policy(tiny, dtype="float32", drift=0.0, **changes):
     """-> the tiny Policy, its weights moved by `drift`."""
     policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), dtype, **changes)
+    policy = SharedPolicy(**vars(policy))
     move(policy.model, drift)
     return policy
 

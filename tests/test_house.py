@@ -86,8 +86,8 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "turns.tools": "grpo.task",  # a task with TOOLS
     "turns.turns": "grpo.rollout grpo.prepare grpo.rewards",  # a task with reply(), and its preview
     "workers.gate": "ref_server",
+    "workers.policy_proof": "grpo.start",  # PUBLISH_STEPS
     "workers.rank_0": "grpo.start",  # PUBLISH_STEPS
-    "workers.weights": "grpo.policy",  # what a worker fetches
     "workers.worker": "grpo_ref_split",  # the role
 }
 

@@ -2,10 +2,28 @@
 
 import torch
 
+from grpo.forward import CompletionModel
+from grpo.options.workers.weights import load_weights
+from grpo.policy import Policy
 from grpo.proof import NOISE, check_gap
 from grpo.sampler import sample_groups
+from grpo.scoring import score_batch
 
 PROOF_TOKENS = 128  # length of the completion that is compared; more detect smaller differences
+
+
+class SharedPolicy(Policy):
+    """A policy that rank 0 publishes, or a worker's that takes its weights."""
+
+    def load(self, tensors):
+        """Takes trained weights. Raises ValueError, and changes nothing, if they do not fit."""
+        load_weights(self.model, tensors)
+
+    def logps(self, prompt, completion):
+        """Returns the log-probs (floats, temperature 1) of the completion's ids."""
+        model = CompletionModel(self.model)
+        (logps,) = score_batch(model, [prompt], [completion], 1.0, self.vocab_size)
+        return logps.tolist()
 
 
 def sample_proof(policy, recipe):

@@ -18,7 +18,7 @@ import safetensors.torch
 from grpo.client import CUT_OFF, Client
 from grpo.log import tell
 from grpo.options.gpu.sample_sizes import fit_worker
-from grpo.options.workers.policy_proof import check_proof
+from grpo.options.workers.policy_proof import SharedPolicy, check_proof
 from grpo.options.workers.shared_settings import check_settings, settings_of
 from grpo.policy import make_policy
 from grpo.rollout import Stream, sampled_and_rewarded, seed_of
@@ -35,14 +35,14 @@ def worker_policy(c, tokenizer, turns):
 
         policy = VLLMPolicy(c, tokenizer)
         return policy, policy.sizes["SAMPLE_BATCH"]
-    policy = make_policy(c, tokenizer)
+    policy = SharedPolicy(**vars(make_policy(c, tokenizer)))
     return policy, fit_worker(c, policy, turns)
 
 
 def run_worker(policy, recipe, name=None):
     """Samples until no trainer has answered for WAIT_LIMIT_SECONDS; then it raises TooLong.
 
-    `policy` has stream, text, load, logps, rest, dtype, noise and tokenizer, as policy.Policy, and
+    `policy` has stream, text, load, logps, rest, dtype, noise and tokenizer, as SharedPolicy, and
     for a task with reply() eos_ids. `recipe.batch` is set. Raises RuntimeError if its log-probs
     differ from the trainer's, SystemExit if its model or its settings differ.
     """
