@@ -59,9 +59,7 @@ OVERLONG_TOKENS = 0
 # Flat groups are skipped: their completions all have the same OUTCOME ("outcome"), or the same
 # total reward ("reward"). False trains on every group.
 SKIP_FLAT_GROUPS = "outcome"
-# How many replacements for flat groups a rollout may sample, in multiples of PROMPTS_PER_STEP.
-# After that it trains on fewer groups.
-MAX_REFILLS = 4
+MAX_REFILLS = 4  # at most this many times PROMPTS_PER_STEP replacements for flat groups
 CHAT_TEMPLATE = {}  # options of the model's chat template, such as {"enable_thinking": False}
 OUTCOME = None  # name of the reward that decides correctness: above 0 is correct; None: the task's
 REWARD_WEIGHTS = None  # {reward: weight} (reward_weights); None: the task's; {}: only the KL trains
@@ -358,15 +356,13 @@ def train(run):
             checkpoint.point(c.RUN_DIR, "final", p.saved if done else None)
             return asked
         run.clock.lap()  # evaluations and checkpoints are not part of a step
-        place = checkpoint.place_of(run)
-        with checkpoint.back_if_failed(run, place):
+        with checkpoint.back_if_failed(run, place := checkpoint.place_of(run)):
             rolled_out = sample_rollout(run)  # collective; lines 5, 7, 8, 9
         train_on(run, *rolled_out, place, c.STEPS, bar)  # collective; lines 6, 10, 11
 
 
 def train_on(run, groups, metrics, sampled, place, last, bar):
-    """Collective: makes the updates of a rollout, none after step `last`, and logs them. `groups`,
-    `metrics` and `sampled` are sample_rollout's, `place` is the run's before it."""
+    """Collective: makes a rollout's updates, none after step `last`; `place`: the run's before."""
     c, p, before = run.c, run.progress, run.progress.step
     with checkpoint.back_if_failed(run, place), ranks.all_or_none():  # collective
         samples, old = samples_to_train(run.recipe, groups, before)  # line 6

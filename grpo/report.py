@@ -18,7 +18,6 @@ from grpo.metrics import PARTS
 from grpo.proof import check_reference
 from grpo.ranks import RunFailed, all_or_none
 from grpo.reference import is_teacher
-from grpo.rewards import functions_of
 from grpo.stop import stop
 
 ROOT = Path(__file__).parents[1]
@@ -180,28 +179,11 @@ def check_update(run, metrics, samples):
 
 def log_idle(run, metrics, groups):
     """Logs why the next step trains nothing; `groups` are those that were not skipped."""
-    c, p = run.recipe.c, run.progress
-    cut = f"{metrics['completions/clipped_ratio']:.0%} of the completions were truncated"
-    kept = f"{len(groups)} of {metrics['groups_sampled']} groups were kept"
-    names = "accuracy", "reward", "frac_outcome_zero_std", "frac_reward_zero_std"
-    found = ", ".join(f"{name} {metrics[name]:.2f}" for name in names if name in metrics)
-    why = (
-        f"{kept} (SKIP_FLAT_GROUPS = {c.SKIP_FLAT_GROUPS!r}, OUTCOME = {run.recipe.outcome!r}:"
-        f" {found}), and {cut} (MASK_TRUNCATED = {c.MASK_TRUNCATED}, MAX_COMPLETION_TOKENS ="
-        f" {c.MAX_COMPLETION_TOKENS})"
-    )
-    if c.MASK_TRUNCATED and (groups or metrics["completions/clipped_ratio"] == 1):  # all of them
-        why += "; raise that limit, or train on them: MASK_TRUNCATED = False"
-    if metrics.get("tools/call_share") == 0:
-        why += "; reply() never returned a text: is STOP_STRINGS right, or does the model make no"
-        why += " call?"
-    if metrics.get("rewards/failed") == 1:
-        why = (
-            f"no completion had a reward: {' and '.join(functions_of(run.recipe.task))} returned"
-            " None for all of them, or failed; is a service that the task asks down?"
-        )
-    p.idle_reason = why
-    say(f"step {p.step + 1} trains nothing ({p.idle} in a row): {why}")
+    from grpo.options.training.idle import why_idle
+
+    p = run.progress
+    p.idle_reason = why_idle(run.recipe, metrics, groups)
+    say(f"step {p.step + 1} trains nothing ({p.idle} in a row): {p.idle_reason}")
 
 
 def note_accuracies(metrics):

@@ -1,5 +1,5 @@
-"""The records of a step: what a sampler takes (Prompt), a sampled completion (Sample), and the G
-completions of a prompt (Group).
+"""The records of a step: a task's Question, what a sampler takes (Prompt), a sampled completion
+(Sample), and the G completions of a question (Group).
 
 Each part of a step adds what it knows: the sampler ids and their log-probs, the task rewards, the
 reference its log-probs, the trainer what the loss needs. Lists have an entry per token, unless a
@@ -11,10 +11,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
+class Question(NamedTuple):
+    """An item of a task, as the model is asked."""
+
+    index: int  # in the task's split
+    item: dict  # as the task's load() gave it
+    ids: list[int]  # of its prompt
+
+
 class Prompt(NamedTuple):
     """What sampler.stream_groups takes; for each group it yields (key, [Sample] * G)."""
 
-    key: object
+    key: object  # a Question, or the conversations that go on (turns.py)
     ids: list[int]
     groups: int = 1  # how many groups of G completions it begins
     limit: int | None = None  # tokens of each completion; None: max_new_tokens

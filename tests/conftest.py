@@ -1,6 +1,7 @@
 """What the tests share: one thread, no network, and a tiny model in Hugging Face format."""
 
 import os
+import sys
 import time
 from types import SimpleNamespace
 
@@ -16,6 +17,14 @@ torch.set_num_threads(1)
 # so that their asserts, too, show the values
 HELPERS = "documents fakes families helpers oracle rank_threads trainer_side"
 pytest.register_assert_rewrite(*HELPERS.split())
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left():
+    """Of those that a test has started by processes.py."""
+    yield
+    if processes := sys.modules.get("processes"):
+        processes.end_all()
 
 
 @pytest.fixture(scope="session")

@@ -92,7 +92,7 @@ def start(command, log, **environment):
 
 
 def end_all():
-    """kill -9 of all that was started and still runs."""
+    """kill -9 of all that was started and still runs, after each test (conftest.py)."""
     kill(*(process for process in STARTED if process.poll() is None))
     STARTED.clear()
 
@@ -115,12 +115,9 @@ def start_launcher(ranks, command, log):
 def launch(ranks, command, log):
     """Runs ranks to their end; -> their output. Fails with it if one fails."""
     processes, deadline = start_ranks(ranks, command, log), time.monotonic() + 200
-    try:
-        while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
-            assert time.monotonic() < deadline, Path(log).read_text()[-4000:]
-            time.sleep(0.05)
-    finally:
-        kill(*processes)
+    while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
+        assert time.monotonic() < deadline, Path(log).read_text()[-4000:]
+        time.sleep(0.05)
     output = Path(log).read_text()
     assert not any(p.returncode for p in processes), output[-4000:]
     return output
@@ -145,20 +142,6 @@ def ranks_of(launcher):
             if "RANK" in process.environ() and PRESET.name in words and "launch" not in words:
                 found.append(process)
     return found
-
-
-@contextlib.contextmanager
-def server_process(folder, model, **constants):
-    """Runs ref_server.py on a free port while the block runs; -> its process and its URL."""
-    port = int(free_port())
-    preset = {"MODEL": str(model), "PORT": port} | constants
-    process = start(command_of("ref_server", preset), folder / "server.log")
-    try:
-        yield process, f"http://127.0.0.1:{port}"
-        assert process.poll() is None, (folder / "server.log").read_text()
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(10)
 
 
 def records(folder, name="metrics.jsonl"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from fakes import move
 from helpers import Replies, reply
-from processes import QUICK, command_of, launch, records, server_process, start
+from processes import QUICK, command_of, free_port, launch, records, start
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -73,9 +73,13 @@ def test_families_train_on_two_ranks_against_a_reference_of_another_size(tiny, t
     alone = presets[0] | {"KL_BETA": 0, "REF_SERVER": "http://127.0.0.1:9", "DTYPE": "bfloat16"}
     alone["RUN_DIR"] = str(tmp_path / "alone")
     adapter = presets[0] | {"RUN_DIR": str(tmp_path / "adapter"), "LORA_RANK": 4}
-    with server_process(tmp_path, tiny) as (_, url):
-        presets = [preset | {"REF_SERVER": url} for preset in (*presets, adapter)]
-        launch(2, command_of("grpo_ref_split", *presets, alone), tmp_path / "log")
+    port = free_port()
+    server = command_of("ref_server", {"MODEL": str(tiny), "PORT": int(port)})
+    server = start(server, tmp_path / "server.log")
+    url = {"REF_SERVER": f"http://127.0.0.1:{port}"}
+    presets = [preset | url for preset in (*presets, adapter)]
+    launch(2, command_of("grpo_ref_split", *presets, alone), tmp_path / "log")
+    assert server.poll() is None, (tmp_path / "server.log").read_text()
     steps = [r for r in records(tmp_path / "alone") if "loss" in r]
     assert len(steps) == 2 and all("kl" not in r and r[MISMATCH] < 0.05 for r in steps)
     for name in families:

@@ -123,12 +123,6 @@ def test_a_question_that_is_there_again_is_answered_once(model, tmp_path, monkey
     assert len(answers(next((tmp_path / "out").iterdir()))) == 5
 
 
-def test_a_folder_that_can_not_be_written_is_named(model, tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    with pytest.raises(SystemExit, match="--out .*file.* can't be written"):
-        run(monkeypatch, model, "even", "--out", tmp_path / "file")
-
-
 MISTAKES = {  # the words, and what is named
     "nowhere/model even": "'nowhere/model'",
     "run/step_000003 evn": "tasks/evn.py",
@@ -137,11 +131,13 @@ MISTAKES = {  # the words, and what is named
     "run/step_000003 even MODEL=a": "MODEL=a",
     "run/step_000003 even LORA_RANK=4": "LORA_RANK=4",
     "run/step_000003 even SEEED=1": "SEED",
+    "run/step_000003 even --out file": "--out .*file.* can't be written",
 }
 
 
 @pytest.mark.parametrize("words", MISTAKES)
 def test_a_mistake_is_named(model, monkeypatch, words):
+    Path("file").touch()
     with pytest.raises(SystemExit, match=MISTAKES[words]):
         run(monkeypatch, *words.split())
 

@@ -48,7 +48,7 @@ def test_a_part_that_fails_or_hangs_is_a_section_and_not_the_end(tmp_path):
     assert (tmp_path / "gpu_report.md").read_text().count("NOT RUN") == len(parts)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_report_that_is_killed_keeps_what_was_printed(number, tmp_path):
     code = f"""
 import signal, sys
@@ -124,8 +124,6 @@ def quick(work, monkeypatch):
     monkeypatch.setattr(gpu_parts, "WORK", work)
     monkeypatch.setitem(loss.SHAPES, "small", (64, 1000))
     monkeypatch.setattr(demo, "start", start)
-    yield
-    processes.end_all()
 
 
 @pytest.mark.parametrize("name", PARTS)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from documents import TEXT
-from processes import QUICK, end_all, kill, ranks_of, records, start, wait_for_step
+from processes import QUICK, kill, ranks_of, records, start, wait_for_step
 
 from demo import free_port
 
@@ -43,8 +43,7 @@ def preset(tiny, tmp_path):
     path = tmp_path / "preset.py"
     folders = [str(ROOT), str(ROOT / "tests")]  # the latter for tasks/even.py
     path.write_text(PRESET.format(folders=folders, constants=constants))
-    yield path
-    end_all()
+    return path
 
 
 def start_node(folder, node, command, preset, port, log):

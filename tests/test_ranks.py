@@ -66,15 +66,12 @@ def test_a_rank_that_is_gone_ends_the_others_within_the_limit(tmp_path, how):
     log, script, limit = tmp_path / "log", tmp_path / "script.py", 4
     script.write_text(SCRIPT.replace("LIMIT", str(limit)))
     processes = start_ranks(3, [sys.executable, script], log)
-    try:
-        while "rank 1 sleeps" not in log.read_text():
-            assert all(process.poll() is None for process in processes), log.read_text()
-            time.sleep(0.05)
-        if how == "kill -9":
-            kill(processes[1])
-        began = time.monotonic()
-        assert all(processes[rank].wait(limit + 10) for rank in (0, 2))
-        assert time.monotonic() - began < limit + 5
-    finally:
-        kill(*processes)
+    while "rank 1 sleeps" not in log.read_text():
+        assert all(process.poll() is None for process in processes), log.read_text()
+        time.sleep(0.05)
+    if how == "kill -9":
+        kill(processes[1])
+    began = time.monotonic()
+    assert all(processes[rank].wait(limit + 10) for rank in (0, 2))
+    assert time.monotonic() - began < limit + 5
     assert len(re.findall("another rank has ended", log.read_text())) == 2

@@ -12,7 +12,6 @@ import pytest
 from processes import (
     QUICK,
     command_of,
-    end_all,
     free_port,
     kill,
     launch,
@@ -42,12 +41,6 @@ def preset_of(tiny, folder, url=NOBODY, **changes):
 
 def steps_in(folder):
     return [r for r in records(folder) if "loss" in r]
-
-
-@pytest.fixture(autouse=True)
-def ended():
-    yield
-    end_all()
 
 
 def wait_for(log, pattern, seconds=60):

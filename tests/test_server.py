@@ -15,7 +15,7 @@ import requests
 import torch
 from fakes import tiny_policy
 from helpers import LIMITS, VOCAB, call, make_group, refused
-from processes import command_of, kill, start
+from processes import command_of, start
 
 import ref_server
 from grpo.log import in_background
@@ -201,16 +201,17 @@ def test_a_full_server_says_so_and_still_answers_health():
 
 
 LOADS = """
-import os, signal, ref_server
-ref_server.Reference = lambda c: os.kill(os.getpid(), signal.SIGUSR1)
+import os, signal, sys, ref_server
+ref_server.Reference = lambda c: os.kill(os.getpid(), signal.Signals[sys.argv.pop()])
 ref_server.main(PORT=0)
 """
 
 
-def test_a_server_that_a_signal_ends_says_so_also_while_it_loads(tmp_path):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_server_that_a_signal_ends_says_so_also_while_it_loads(name, tmp_path):
     (tmp_path / "loads.py").write_text(LOADS)
-    process = start([sys.executable, tmp_path / "loads.py"], tmp_path / "log")
-    assert process.wait(60) == 1 and "ended by SIGUSR1" in (tmp_path / "log").read_text()
+    process = start([sys.executable, tmp_path / "loads.py", name], tmp_path / "log")
+    assert process.wait(60) == 1 and f"ended by {name}" in (tmp_path / "log").read_text()
 
 
 def has_ipv6():
@@ -226,9 +227,6 @@ def test_the_url_that_a_server_prints_is_one_that_a_client_accepts(tiny, tmp_pat
     while not (url := re.search(r"serving .* on (\S+)", log.read_text())):
         assert process.poll() is None, log.read_text()
         time.sleep(0.05)
-    try:
-        client = ReferenceClient(url[1], 1)
-        assert client.call("GET", "/info").json()["model"] == str(tiny)
-        assert requests.get(f"{url[1]}/health", timeout=9).ok
-    finally:
-        kill(process)
+    client = ReferenceClient(url[1], 1)
+    assert client.call("GET", "/info").json()["model"] == str(tiny)
+    assert requests.get(f"{url[1]}/health", timeout=9).ok

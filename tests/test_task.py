@@ -154,7 +154,6 @@ def test_rewards_that_compare_see_the_group():
 @pytest.mark.parametrize(("given", "got"), [
     (lambda item, texts: [True], "[True]"),
     (lambda item, texts: {"a": 1}, "{'a': 1}"),
-    (lambda item, texts: 1.0, "1.0"),
     (lambda item, texts: {1.0, 2.0}, "{1.0, 2.0}"),  # without an order
     (lambda item, texts: [1.0] * len(texts), "{'reward': 1.0}"),  # as rewards() does
 ])  # fmt: skip
@@ -244,15 +243,11 @@ def test_a_mistake_in_a_tasks_file_is_said(text, names, tmp_path, monkeypatch):
 @pytest.mark.parametrize("line, named", [
     ("from random import pick", "ImportError"),  # Python's has no pick
     ("import random; random.pick()", "AttributeError"),
-    ("from grpo import pick", "ImportError"),
     ("import grpo.pick", "ModuleNotFoundError"),
     ("from wave.parts import pick", "ModuleNotFoundError"),
     ("from . import helper", "ImportError"),
-    ("from .helper import pick", "ImportError"),
     ("import helper", None),
-    ("from helper import nothing", "ImportError"),
     ("import helper; helper.nothing()", "AttributeError"),
-    ("from json import nothing", "ImportError"),
     ("import no_such_module", "ModuleNotFoundError"),
 ])  # fmt: skip
 def test_a_helper_that_python_does_not_find_is_named_with_the_cure(
@@ -295,9 +290,8 @@ def previewed(tiny, capsys, messages=chat, template=None, **task):
     task.messages = messages
     item = {"question": "What is 6 * 7?", "answer": 42}
     own = {"TASK": "mine", "MODEL": "its name", "REWARD_WEIGHTS": None, "OUTCOME": None}
-    recipe = a_recipe(task=task, **own)
-    recipe.prompts.append((7, item, ids_of(recipe.c, task, item, tokenizer)))
-    recipe = recipe.resolved()
+    ids = ids_of(a_recipe(**own).c, task, item, tokenizer)
+    recipe = a_recipe([(7, item, ids)], task=task, **own).resolved()
     preview(recipe, tokenizer, 1)
     return capsys.readouterr().out
 

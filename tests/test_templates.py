@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from fakes import FakeEngine, a_recipe, sampled
+from fakes import FakeEngine, a_recipe, one_reward, sampled
 from tokenizers.processors import TemplateProcessing
 
 from grpo import prepare
@@ -43,7 +43,6 @@ CLOSED += "{% else %}<think>\n{% endif %}"
 
 @pytest.mark.parametrize("text, expected", [
     (THINK, THINK),
-    ("<think>", "<think>"),
     ("<seed:think>", "<seed:think>"),
     ("[THINK]", "[THINK]"),
     ("<reasoning>\n\n", "<reasoning>\n\n"),
@@ -54,7 +53,6 @@ CLOSED += "{% else %}<think>\n{% endif %}"
     ("", ""),
     ("<assistant>\n{# </assistant> #}", ""),  # a role
     ("<reserved_107>", ""),  # Baichuan2's token for a role
-    ("<sep>", ""),
     ("[RESP]", ""),
 ])  # fmt: skip
 def test_the_tag_that_a_template_opens(tokenizer, text, expected):
@@ -189,8 +187,7 @@ def test_reply_sees_what_rewards_see_at_each_turn_that_the_template_begins(token
         return next(ends)
 
     task = SimpleNamespace(reply=reply, rewards=lambda item, turns: seen.append(turns) or 0.0)
-    constants = {"REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward", "GROUP_SIZE": 1}
-    recipe = a_recipe(task=task, MAX_COMPLETION_TOKENS=200, **constants)
+    recipe = one_reward(task, GROUP_SIZE=1)
     recipe = replace(recipe, opening=functools.partial(opening_of, opening(tokenizer, THINK)))
     says = Says("a")
     says.tokenizer = tokenizer
@@ -265,8 +262,7 @@ def test_half_a_character_in_a_tools_text_does_not_end_a_run(tokenizer):
         reply=lambda item, turns: "\ud83d 4" if len(turns) == 1 else None,
         rewards=lambda item, turns: float("4" in turns[1]),
     )
-    constants = {"REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward", "GROUP_SIZE": 1}
-    recipe, says = a_recipe(task=task, MAX_COMPLETION_TOKENS=200, **constants), Says("a")
+    recipe, says = one_reward(task, GROUP_SIZE=1), Says("a")
     says.tokenizer = tokenizer
     prompts = iter([(0, ITEM, prompt_ids(tokenizer, [USER]))])
     (group,) = sampled(says, recipe, prompts)

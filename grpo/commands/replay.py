@@ -15,7 +15,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 import grpo_ref_split as trainer
-from grpo import checkpoint, checks, ranks
+from grpo import checks, ranks
+from grpo.checkpoint import examine, place_of, saved_in, state_file, step_of
 from grpo.constants import read_words
 from grpo.log import progress_bar, say
 from grpo.options.training.evidence import gather_logps, size_of, summary, tokens_of
@@ -30,21 +31,19 @@ VARY = "time", "seconds", "tokens_per_second", "gpu_memory_gb"  # how these valu
 def start_of(folder, step, every, updates):
     """Returns the newest complete checkpoint before the step, or None: the run's beginning.
     SystemExit if it is farther away than SAVE_STEPS (`every`; 0: never) and a rollout's updates."""
-    paths = [path for path in checkpoint.saved_in(folder) if not checkpoint.examine(path)[1]]
-    steps = [0, *map(checkpoint.step_of, paths)]
-    begin = max(n for n in steps if n < step)
+    starts = {0: None} | {step_of(path): path for path in saved_in(folder) if not examine(path)[1]}
+    begin = max(n for n in starts if n < step)
     if every and step >= begin + every + updates:
         gone = f"the last checkpoint before step {step} is gone (SAVE_STEPS = {every}"
-        can = ", ".join(f"{n + 1} to {n + every}" for n in steps)
+        can = ", ".join(f"{n + 1} to {n + every}" for n in starts)
         raise SystemExit(f"{gone}, KEEP_CHECKPOINTS). These steps can be replayed: {can}")
-    return paths[steps.index(begin) - 1] if begin else None
+    return starts[begin]
 
 
 def begin(folder, step, changes):
     """Collective: returns the Run as it was before the step, in a temporary folder."""
     # The process that made the step saved the first checkpoint that has it, or began last
-    later = [path for path in checkpoint.saved_in(folder) if checkpoint.step_of(path) >= step]
-    files = [*map(checkpoint.state_file, later), folder / "run.json"]
+    files = [state_file(p) for p in saved_in(folder) if step_of(p) >= step] + [folder / "run.json"]
     if not files[-1].exists():
         raise SystemExit(f"{folder} is not the RUN_DIR of a run: it has no run.json")
     facts = json.loads(next(filter(Path.exists, files)).read_text())
@@ -84,13 +83,15 @@ def compare(folder, again, step, title):
         for path in (folder / name, again / name):
             lines = map(json.loads, path.read_text().splitlines() if path.exists() else ())
             lines = [r for r in lines if r["step"] == step and "eval_truncated" not in r]
-            values = {f"{k} {i or ''}": v for i, r in enumerate(lines) for k, v in r.items()}
-            found.append({k: v for k, v in values.items() if not k.startswith(VARY)})
-        old, new = found
+            found.append({(k, i): v for i, r in enumerate(lines) for k, v in r.items()})
+        old, new = ({k: v for k, v in f.items() if not k[0].startswith(VARY)} for f in found)
         other = [key for key in old | new if key not in old or old[key] != new.get(key)]
         say(f"{name}: {len(old.keys() - other)} of {len(old)} values of the run are equal")
-        for key in other:
-            say(f"  {key}: {old.get(key)!r:.150}; {title}: {new.get(key)!r:.150}")
+        for k, i in other:
+            say(f"  {k}[{i}]: {old.get((k, i))!r:.150}; {title}: {new.get((k, i))!r:.150}")
+    then, now = (json.loads(Path(x, "run.json").read_text()).get("uses") for x in (folder, again))
+    if then != now:
+        say(f"the run used {then}; {title}: {now}")
 
 
 @ranks.explained()
@@ -99,10 +100,10 @@ def main(folder, step, **changes):
     """Collective: replays a step, with `changes`. Raises the error of a check that fails."""
     run, failure = begin(folder := Path(folder), step, changes), None
     while run.progress.step < step and not failure:
-        place, bar = checkpoint.place_of(run), progress_bar(run.progress.step, step)
         groups, metrics, sampled = trainer.sample_rollout(run)  # collective
+        rest = place_of(run), step, progress_bar(run.progress.step, step)
         try:
-            trainer.train_on(run, groups, metrics, sampled, place, step, bar)  # collective
+            trainer.train_on(run, groups, metrics, sampled, *rest)  # collective
         except ranks.RunFailed as error:  # a check: its evidence is in the temporary folder
             failure = error
     show(run, groups, sampled)  # collective
@@ -114,6 +115,6 @@ def main(folder, step, **changes):
 
 if __name__ == "__main__":
     constants, words = read_words(trainer.DEFAULTS, presets=False)
-    if len(words) != 2 or not words[1].isdecimal():
+    if len(words) != 2 or not words[1].isdecimal() or not int(words[1]):
         raise SystemExit(__doc__)
     main(*words[:1], int(words[1]), **constants)

@@ -15,9 +15,6 @@ MISUSES = {
     ),
     "a generator": lambda x: x.uniform_(generator=torch.Generator()),
     "NumPy": lambda x: x.numpy(),
-    "a kernel of the CPU": lambda x: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *[x.view(1, 1, 3, 1)] * 3
-    ),
     "a wait in a recording": lambda x: record(x.sum().item),
     "a collective": lambda x: torch.ops.c10d.allreduce_([x.cpu()], None, None, None, False),
 }

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from processes import records
+from processes import QUICK, records
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -17,24 +17,12 @@ from grpo.start import USUAL
 from grpo.wire import pack_ids, pack_logps, unpack_ids, unpack_logps
 from rehearsal.events import counted
 
-SMALL = {
+SMALL = QUICK | {
     "TASK": "even",  # arithmetic, whose answers a random model meets half of the time
-    "PROMPTS_PER_STEP": 2,
-    "GROUP_SIZE": 4,
-    "SAMPLE_BATCH": 8,
-    "MAX_PROMPT_TOKENS": 64,
-    "MAX_COMPLETION_TOKENS": 8,
-    "MICRO_BATCH_TOKENS": 256,
-    "GRADIENT_CHECKPOINTING": True,
-    "SKIP_FLAT_GROUPS": False,
-    "MASK_TRUNCATED": False,  # it seldom finds its EOS
-    "STEPS": 1,
-    "EVAL_STEPS": 2,
-    "EVAL_QUESTIONS": 2,
-    "SAVE_STEPS": 1,
-    "LEARNING_RATE": 1e-3,
-    "WARMUP_STEPS": 0,
-}
+    "PROMPTS_PER_STEP": 2, "MAX_PROMPT_TOKENS": 64, "MAX_COMPLETION_TOKENS": 8,
+    "MICRO_BATCH_TOKENS": 256, "GRADIENT_CHECKPOINTING": True, "WARMUP_STEPS": 0,
+    "STEPS": 1, "EVAL_STEPS": 2, "EVAL_QUESTIONS": 2, "SAVE_STEPS": 1,
+}  # fmt: skip
 
 
 @pytest.fixture

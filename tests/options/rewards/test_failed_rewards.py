@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 from fakes import MIXED, FakeEngine, a_recipe, a_run, prompts_of, sampled
-from test_environments import Actor, recipe_of
 
 import grpo_ref_split as trainer
 from grpo.calls import TaskError
@@ -19,7 +18,7 @@ from grpo.metrics import rollout_metrics
 from grpo.options.rewards.async_rewards import start_loop
 from grpo.options.rewards.failures import Failures
 from grpo.prepare import prepare
-from grpo.rewards import begin_rewards, group_of, reward_texts
+from grpo.rewards import reward_texts
 from grpo.rollout import tally
 
 NAN = {"correctness": math.nan, "format": math.nan}
@@ -85,16 +84,6 @@ def test_a_slow_reward_fails_alone():
     assert [math.isnan(r["format"]) for r in rewards_of(group)] == [False, True]
 
 
-def test_an_environment_that_fails_ends_its_conversation_alone(tokenizer):
-    recipe = recipe_of(tokenizer, 5, 0, 5)  # the second's environments raise
-    recipe = replace(recipe, failures=Failures(2))
-    actor = Actor(tokenizer, ["One", "two", "three", "four", "five"])
-    groups = sampled(actor, recipe, iter(recipe.prompts))
-    found = {g.index: [(len(s.text), s.rewards["reward"]) for s in g.samples] for g in groups}
-    assert found[0] == found[2] == [(9, 5.0)] * 2
-    assert repr(found[1]) == repr([(1, math.nan)] * 2)
-
-
 # --- Rewards that are awaited -----------------------------------------------------------
 def test_async_rewards_of_all_completions_wait_together():
     waiting, most = set(), []
@@ -128,40 +117,6 @@ def test_what_an_async_reward_may_not_do_ends_the_run(no_pause):
         recipe = replace(recipe, submit=start_loop(task, 9))
         with pytest.raises(TaskError, match=words):
             sampled(FakeEngine(), recipe, prompts_of([MIXED]))
-
-
-def test_an_async_reward_has_a_limit():
-    async def rewards(item, text):
-        await asyncio.sleep(9 * (text == "second"))
-        return {"correctness": 1, "format": 0}
-
-    recipe = a_recipe(
-        task=SimpleNamespace(rewards=rewards), REWARD_TIMEOUT_SECONDS=0.2, TASK="mine"
-    )
-    recipe = replace(recipe, submit=start_loop(recipe.task, 0.2))
-    futures = begin_rewards(recipe, group_of(recipe, {}, ["first", "second"]))
-    assert futures[0].result(9) == {"correctness": 1, "format": 0}
-    with pytest.raises(TaskError, match="took more than 0.2 s.*REWARD_TIMEOUT_SECONDS"):
-        sampled(FakeEngine(), recipe, prompts_of([MIXED]))
-
-
-def test_a_plain_group_reward_beside_async_rewards_has_a_limit():
-    async def rewards(item, text):
-        return {"correctness": 1, "format": 0}
-
-    def group_rewards(item, texts):
-        time.sleep(4)
-
-    recipe = recipe_of_two(rewards, group_rewards)
-    with pytest.raises(TaskError, match="group_rewards.. took more than 0.2 s"):
-        sampled(FakeEngine(), recipe, prompts_of([MIXED]))
-
-
-def recipe_of_two(rewards, group_rewards):
-    task = SimpleNamespace(rewards=rewards, group_rewards=group_rewards)
-    recipe = a_recipe(task=task, REWARD_TIMEOUT_SECONDS=0.2, TASK="mine")
-    recipe = replace(recipe, submit=start_loop(task, 0.2))
-    return recipe
 
 
 TASK = """
@@ -260,9 +215,22 @@ async def blocks(item, text):
     return {"correctness": 1, "format": 0}
 
 
-@pytest.mark.parametrize("rewards", [swallows, blocks])
-def test_a_time_limit_holds_for_code_that_catches_it_or_blocks_the_loop(rewards):
-    recipe = a_recipe(task=SimpleNamespace(rewards=rewards), REWARD_TIMEOUT_SECONDS=0.2, TASK="m")
-    recipe = replace(recipe, submit=start_loop(recipe.task, 0.2) if rewards is blocks else None)
-    with pytest.raises(TaskError, match="took more than 0.2 s"):
+async def waits(item, text):
+    await asyncio.sleep(9 * (text == "second"))
+    return {"correctness": 1, "format": 0}
+
+
+async def quick(item, text):
+    return {"correctness": 1, "format": 0}
+
+
+@pytest.mark.parametrize("members", [
+    {"rewards": swallows}, {"rewards": blocks}, {"rewards": waits},
+    {"rewards": quick, "group_rewards": lambda item, texts: time.sleep(4)},
+])  # fmt: skip
+def test_a_time_limit_holds_for_code_that_catches_it_blocks_the_loop_or_is_beside_it(members):
+    recipe = a_recipe(task=SimpleNamespace(**members), REWARD_TIMEOUT_SECONDS=0.2, TASK="mine")
+    if members["rewards"] is not swallows:
+        recipe = replace(recipe, submit=start_loop(recipe.task, 0.2))
+    with pytest.raises(TaskError, match="took more than 0.2 s.*REWARD_TIMEOUT_SECONDS"):
         sampled(FakeEngine(), recipe, prompts_of([MIXED]))

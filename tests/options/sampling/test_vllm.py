@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 pytest.importorskip("vllm")
-from processes import command_of, kill, launch, learned, start
+from processes import QUICK, command_of, launch, learned, start
 
 from demo import free_port
 from grpo.commands.tiny_model import make_tokenizer
@@ -249,25 +249,10 @@ def constants(tmp_path):
     model.config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    return {
-        "MODEL": str(tmp_path / "model"),
-        "TASK": "even",  # random text earns different rewards
-        "RUN_DIR": str(tmp_path / "run"),
-        "REF_SERVER": None,
-        "SAMPLER": "vllm",
-        "VLLM_CACHE_GB": 0.2,
-        "PROMPTS_PER_STEP": 4,
-        "GROUP_SIZE": 4,
-        "SAMPLE_BATCH": 8,
-        "MAX_PROMPT_TOKENS": 96,
-        "MAX_COMPLETION_TOKENS": 16,
-        "SKIP_FLAT_GROUPS": False,
-        "MASK_TRUNCATED": False,
-        "LEARNING_RATE": 1e-2,
-        "WARMUP_STEPS": 1,
-        "STEPS": 3,
-        "EVAL_QUESTIONS": 8,
-    }
+    own = {"MODEL": str(tmp_path / "model"), "RUN_DIR": str(tmp_path / "run"), "REF_SERVER": None}
+    own |= {"TASK": "even"}  # random text earns different rewards
+    own |= {"SAMPLER": "vllm", "VLLM_CACHE_GB": 0.2, "LEARNING_RATE": 1e-2}
+    return QUICK | own | {"MAX_PROMPT_TOKENS": 96, "MAX_COMPLETION_TOKENS": 16}
 
 
 @pytest.mark.parametrize("ranks, changes", [
@@ -306,14 +291,11 @@ def test_a_trainer_that_samples_nothing_learns_from_vllm(constants, tmp_path, lo
     }
     presets = {"grpo_ref_split": trainer | {"SAMPLER": "torch"}, "grpo_ref_split:worker": trainer}
     processes, logs = {}, {role: tmp_path / f"{role}.log" for role in presets}
-    try:
-        for role, preset in presets.items():
-            processes[role] = start(command_of(role, preset), logs[role], OMP_NUM_THREADS="1")
-        done = processes["grpo_ref_split"].wait(240)
-        assert done == 0, "\n".join(log.read_text() for log in logs.values())
-        assert processes["grpo_ref_split:worker"].poll() is None
-    finally:
-        kill(*processes.values())
+    for role, preset in presets.items():
+        processes[role] = start(command_of(role, preset), logs[role], OMP_NUM_THREADS="1")
+    done = processes["grpo_ref_split"].wait(240)
+    assert done == 0, "\n".join(log.read_text() for log in logs.values())
+    assert processes["grpo_ref_split:worker"].poll() is None
     steps = learned(trainer["RUN_DIR"])
     assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert steps[0][MISMATCH] < 1e-4 and max(r["grad_norm"] for r in steps[1:]) > 1e-4

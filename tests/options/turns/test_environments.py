@@ -1,5 +1,6 @@
 """class Environment: one for each completion, with its state, closed whatever happens."""
 
+import math
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from fakes import a_recipe, sampled
 from test_turns import Actor, prompts
 
 from grpo.calls import TaskError
+from grpo.options.rewards.failures import Failures
 from grpo.options.turns.turns import stream_turns
 from grpo.sample import Prompt
 from tasks.programs import Program
@@ -103,6 +105,16 @@ def test_all_are_closed_after_an_error(tokenizer):
     with pytest.raises(TaskError, match=r"reply\('One'\) for .*failed with ValueError"):
         sampled(actor, recipe, iter(recipe.prompts))
     assert len(Counter.made) > 2 and not Counter.live
+
+
+def test_an_environment_that_fails_ends_its_conversation_alone(tokenizer):
+    recipe = recipe_of(tokenizer, 5, 0, 5)  # the second's environments raise
+    recipe = replace(recipe, failures=Failures(2))
+    actor = Actor(tokenizer, ["One", "two", "three", "four", "five"])
+    groups = sampled(actor, recipe, iter(recipe.prompts))
+    found = {g.index: [(len(s.text), s.rewards["reward"]) for s in g.samples] for g in groups}
+    assert found[0] == found[2] == [(9, 5.0)] * 2
+    assert repr(found[1]) == repr([(1, math.nan)] * 2)
 
 
 def test_all_are_closed_if_the_stream_is_not_read_to_its_end(tokenizer):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import a_recipe, sampled
+from fakes import a_recipe, one_reward, sampled
 from test_turns import Actor
 
 from grpo.calls import TaskError, TooSlow
@@ -90,8 +90,7 @@ def test_ids_are_those_of_the_template_for_the_whole_chat(tokenizer, name):
     """Calls are in the model's turn; what stands behind it is what the template renders."""
     tokenizer.chat_template = TEMPLATES[name]
     task, item = a_task(add, both), {"question": "Two and three?"}
-    rest = {"REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward", "MAX_COMPLETION_TOKENS": 999}
-    recipe = a_recipe(task=task, TASK="mine", **rest)
+    recipe = one_reward(task, MAX_COMPLETION_TOKENS=999)
     chat, options = task.messages(item), recipe.chat_options
     ids = prompt_ids(tokenizer, chat, **options)
     assert ("Adds two numbers." in tokenizer.decode(ids)) == (name != "SmolLM2")
@@ -139,7 +138,6 @@ def fail(a: int) -> int:
     (call(arguments='{"a": 2}'), "3"),
     (call() + " and " + call(arguments='{"a": 7}'), "5\n8"),
     ("five", None),
-    ("", None),
     ("<tool_call>{'name': 1}</tool_call>", "error: a call is not valid (JSONDecodeError: "),
     ("<tool_call>5</tool_call>", "error: a call is not valid (TypeError: "),
     ("<tool_call>" + "[" * 100_000 + "</tool_call>", "error: a call is not valid (RecursionError"),
@@ -235,8 +233,7 @@ ANSWERS = [
 def test_whatever_a_tool_returns_or_raises_becomes_a_text(tokenizer, make, told):
     """In a run, too: a completion gets it from a thread."""
     task, item = a_task(tool_of(make)), {"question": "?"}
-    rest = {"REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward", "MAX_COMPLETION_TOKENS": 999}
-    recipe = a_recipe(task=task, TASK="mine", **rest)
+    recipe = one_reward(task, MAX_COMPLETION_TOKENS=999)
     actor = Actor(tokenizer, [call("odd", "{}"), "Done."])
     ids = prompt_ids(tokenizer, task.messages(item))
     (group,) = sampled(actor, recipe, iter([(0, item, ids)]))
@@ -421,8 +418,7 @@ def test_the_completions_of_a_group_have_separate_states(tokenizer):
     """In a run: all pay twice, and none sees what another one has paid."""
     tokenizer.chat_template = QWEN
     task, item = a_bank(), {"question": "Pay 2 and 3.", "start": 5}
-    rest = {"REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward", "MAX_COMPLETION_TOKENS": 999}
-    recipe = a_recipe(task=task, TASK="mine", **rest)
+    recipe = one_reward(task, MAX_COMPLETION_TOKENS=999)
     ids = prompt_ids(tokenizer, task.messages(item), **recipe.chat_options)
     shown = tokenizer.decode(ids)
     assert "Puts money into the account" in shown and "self" not in shown
@@ -546,18 +542,6 @@ def test_the_ledgers_gold_is_right_and_other_answers_are_not(alone):
     assert turns[1].startswith("error: withdraw(amount: int) -> int: ValueError: the balance is on")
 
 
-def test_the_preview_of_the_ledger_shows_a_conversation(tiny, tokenizer, capsys):
-    task = load_task("ledger")
-    item = next(item for item in task.load("test") if item["orders"])
-    ids = prompt_ids(tokenizer, task.messages(item))
-    recipe = a_recipe([(0, item, ids)], task=task, TASK="ledger", MODEL=str(tiny))
-    recipe = replace(recipe, weights={"correctness": 1.0}, outcome="correctness")
-    preview(recipe, tokenizer, 1)
-    printed = capsys.readouterr().out
-    assert f"reply() as a tool turn: '\\n<|im_start|>tool\\n{item['answer']}<|im_end|>" in printed
-    assert "correctness 1" in printed
-
-
 # --- tasks/python_tool.py --------------------------------------------------------------
 @pytest.mark.parametrize("code, told", [
     ("print(6 * 7)\nprint('é')", "42\né"),
@@ -580,13 +564,14 @@ def test_a_program_that_hangs_is_ended(monkeypatch):
     assert python_tool.python("import time; time.sleep(60)").endswith("took more than 0.2 s")
 
 
-def test_the_task_answers_its_gold(tiny, tokenizer, capsys):
-    task = load_task("python_tool")
-    item = task.load("test")[0]
+@pytest.mark.parametrize("name", ["ledger", "python_tool"])
+def test_the_preview_shows_a_conversation_with_a_tool(name, tiny, tokenizer, capsys):
+    task = load_task(name)
+    item = next(item for item in task.load("test") if item.get("orders", True))
     ids = prompt_ids(tokenizer, task.messages(item))
-    recipe = a_recipe([(0, item, ids)], task=task, TASK="python_tool", MODEL=str(tiny))
+    recipe = a_recipe([(0, item, ids)], task=task, TASK=name, MODEL=str(tiny))
     recipe = replace(recipe, weights={"correctness": 1.0}, outcome="correctness")
     preview(recipe, tokenizer, 1)
     printed = capsys.readouterr().out
     assert f"reply() as a tool turn: '\\n<|im_start|>tool\\n{item['answer']}<|im_end|>" in printed
-    assert "the chat template does not show TOOLS" in printed
+    assert "correctness 1" in printed and "the chat template does not show TOOLS" in printed

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import a_recipe, a_run, sampled, tiny_policy
+from fakes import a_recipe, a_run, one_reward, sampled, tiny_policy
 
 import evaluate
 import grpo_ref_split as trainer
@@ -23,7 +23,7 @@ from grpo.options.sampling.stop_strings import StopStrings
 from grpo.options.turns import continued
 from grpo.options.turns.continued import continue_rows
 from grpo.options.turns.turns import bridge, play, show_turns
-from grpo.sample import Prompt, Sample
+from grpo.sample import Prompt, Question, Sample
 from grpo.sampler import next_prompts
 from grpo_loss_triton import linear_logps
 from plot import show_samples
@@ -44,7 +44,7 @@ def policy(tiny):
 
 def prompts(tokenizer, *secrets):
     ids = prompt_ids(tokenizer, [USER])
-    return [(i, {"secret": secret}, ids) for i, secret in enumerate(secrets)]
+    return [Question(i, {"secret": secret}, ids) for i, secret in enumerate(secrets)]
 
 
 class Actor:
@@ -84,8 +84,7 @@ class Actor:
 def talks(actor, reply, *secrets, rewards=lambda item, turns: len(turns), **constants):
     """-> sampled_and_rewarded's groups of prompts with these secrets."""
     task = SimpleNamespace(reply=reply, rewards=rewards)
-    many = {"MAX_COMPLETION_TOKENS": 200, "REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward"}
-    recipe = a_recipe(task=task, **many | {"TASK": "mine"} | constants)
+    recipe = one_reward(task, **constants)
     return sampled(actor, recipe, iter(prompts(actor.tokenizer, *secrets)))
 
 
@@ -137,8 +136,7 @@ def test_a_replys_role_is_the_same_in_training_in_the_preview_and_in_what_out_te
     item, said = {"reply": reply}, ["Three?", "Two, then."]
     way = {"reply": lambda item, turns: (item["reply"], None)[len(turns) // 2]}
     task = SimpleNamespace(rewards=lambda *_: 1, **way if short else {"Environment": Sender})
-    many = {"MAX_COMPLETION_TOKENS": 200, "REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward"}
-    recipe = a_recipe(task=task, TASK="mine", MODEL=str(tiny), **many)
+    recipe = one_reward(task, MODEL=str(tiny))
     ids = prompt_ids(tokenizer, [USER])
     (group,) = sampled(Actor(tokenizer, said), recipe, iter([(0, item, ids)]))
     trained = tokenizer.decode(group.samples[0].ids)
@@ -258,16 +256,16 @@ def test_a_task_cannot_change_what_was_said(tokenizer):
 
 def test_a_prompt_that_begins_with_another_conversation_takes_a_row_of_its_own():
     """It has another limit, which that row does not leave."""
-    running = sampler.Running(8, {9}, None, torch.device("cpu"))
+    running, rewound = sampler.Running(8, {9}, None, torch.device("cpu")), []
     running.add([Prompt(0, [1, 2], limit=8)], 1)
     for token in (5, 6, 9):
         list(running.write(torch.tensor([token]), torch.zeros(1)))
-    decoder = SimpleNamespace(lengths=[3])
+    decoder = SimpleNamespace(rewind=rewound.append)
     prompt = [1, 2, 5, 6, 9, 7]
     other, same = Prompt("other", prompt, limit=8), Prompt("the same", prompt, limit=4)
     assert continue_rows(running, decoder, [other]) == [other]
     assert continue_rows(running, decoder, [same]) == []
-    assert running.forced == {0: [7]} and decoder.lengths == [2]
+    assert running.forced == {0: [7]} and rewound == [{0: 2}]
 
 
 # --- A real model -----------------------------------------------------------------------
@@ -390,7 +388,7 @@ def test_an_evaluation_counts_the_models_tokens_and_turns(tokenizer, alone):
     actor = Actor(tokenizer, ["<think>40+2</think>", "<answer>42</answer>"])
     actor.follow = lambda step: trainer.stop.listening()
     item = {"question": "?", "answer": "42"}
-    prompt = [(0, item, prompt_ids(tokenizer, [USER]))]
+    prompt = [Question(0, item, prompt_ids(tokenizer, [USER]))]
     constants = {"REWARD_WEIGHTS": {"correctness": 1.0}, "MAX_COMPLETION_TOKENS": 60}
     recipe = a_recipe(prompt, task=calculator, **constants)
     recipe = recipe.others(GROUP_SIZE=1, TEMPERATURE=0)
@@ -412,15 +410,12 @@ FIRST = ["<answer>4</answer>", "more"]
 
 @pytest.mark.parametrize("turns, reply, right", [
     (["<think>47+38</think>"], "85", False),
-    (["<think>47-38</think>"], "9", False),
     (["<think>47+38</think> "], None, False),
     (["<think>47*38</think>"], None, False),
     (["<think>47+38</think>", "85", "<answer>85</answer>"], None, True),
     (["<think>47+38</think>", "85", "<think>1+1</think>"], None, False),
     (["<answer>85</answer>"], None, True),
-    (["<answer>84</answer>"], None, False),
     (["<answer>84</answer><answer>85</answer>"], None, False),
-    (["85"], None, False),
     ([""], None, False),
 ])  # fmt: skip
 def test_the_calculator(turns, reply, right):
@@ -430,7 +425,6 @@ def test_the_calculator(turns, reply, right):
 
 @pytest.mark.parametrize("turns, reply, right", [
     (["<answer>4</answer>"], "more", False),
-    (["<answer>6</answer>"], "less", False),
     (["<answer>5</answer>"], None, True),
     (["5"], None, False),
     (["<answer>4</answer><answer>5</answer>"], None, False),
