@@ -23,6 +23,7 @@ one completion each) per micro-batch, N their completion tokens, V ids of the to
 the LM head, H hidden size. A `step` is one optimiser update, or an attempt with nothing to train.
 """
 
+import contextlib
 import itertools
 import math
 from collections import Counter
@@ -430,20 +431,17 @@ def main(**given):
     ranks.join_ranks(c.WAIT_LIMIT_SECONDS)  # collective
     _lock = checkpoint.leads(c.RUN_DIR) and resume.lock_run(c.RUN_DIR)  # collective; to the end
     run = start_run(c, tokenizer, recipe, questions, server, batch_loss)  # collective
-    with stop.listening():
+    with stop.listening(), contextlib.closing(run):
         try:
             asked = train(run)  # collective
         except ranks.RunFailed:
             checkpoint.save_failed(run)  # collective
             raise
-        finally:
-            run.close()
     ranks.leave_at_exit()  # collective
     report_end(run, asked)
 
 
-@ranks.no_child_stays()
-@stop.listening(at_once=True)
+@ranks.no_child_stays(at_once=True)
 def worker(**given):
     """Samples for the trainer at TRAINER until the trainer is gone."""
     from grpo.options.workers.worker import run_worker, worker_policy

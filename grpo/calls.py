@@ -7,7 +7,6 @@ import contextlib
 import copy
 import faulthandler
 import functools
-import importlib.util
 import math
 import os
 import signal
@@ -180,9 +179,3 @@ class Watchdog:
 
 
 watchdog = Watchdog()
-
-
-def import_file(name, file):
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)

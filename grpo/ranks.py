@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from grpo.log import announced, say
 from grpo.models import own_device
-from grpo.stop import end_with_parent
+from grpo.stop import end_with_parent, stop
 
 # Variables in which mpirun or srun gives the number of processes
 LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -86,16 +86,17 @@ def leave_at_exit():
 
 
 @contextlib.contextmanager
-def no_child_stays():
-    """Kills the processes that are started in the block and outlive it, such as a reward's. Python
-    itself ends multiprocessing's daemons (a Pool's workers, which it would start again), forkserver
-    and resource tracker when this process ends."""
+def no_child_stays(at_once=False):
+    """Kills the processes that are started in the block and outlive it, such as a reward's; with
+    `at_once` a signal ends the block. Python itself ends multiprocessing's daemons (a Pool's
+    workers, which it would start again), forkserver and resource tracker when this process ends."""
     import psutil
 
     mine = functools.partial(psutil.Process().children, recursive=True)
     before = mine()
     try:
-        yield
+        with stop.listening(at_once=True) if at_once else contextlib.nullcontext():
+            yield
     finally:
         daemons = {x.pid for x in multiprocessing.active_children() if x.daemon}
         for child in (x for x in mine() if x not in before and x.pid not in daemons):

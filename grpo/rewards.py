@@ -85,10 +85,8 @@ def fail(recipe, item, function, seen, error):
 # --- What is made of it -----------------------------------------------------------------
 def rewarded(recipe, group, futures):
     """Sets rewards and total of a group's samples, which have their texts and what their
-    environments gave. `futures` is the result of begin_rewards.
-
-    Raises RuntimeError if the task raises (that is a bug, not a reward) or takes too long;
-    TaskError if the rewards do not have the names in REWARD_WEIGHTS.
+    environments gave. `futures` is the result of begin_rewards. Raises TaskError if the task fails
+    (that is a bug, not a reward), takes too long, or gives other rewards than REWARD_WEIGHTS has.
     """
     found = values_of(recipe, group, futures)
     for sample, values in zip(group.samples, found, strict=True):

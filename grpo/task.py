@@ -14,16 +14,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grpo.calls import (
-    TaskError,
-    called,
-    environment_rewards,
-    has_turns,
-    import_file,
-    kept,
-    own,
-    task_file,
-)
+from grpo.calls import TaskError, called, environment_rewards, has_turns, kept, own, task_file
 from grpo.constants import real
 from grpo.log import say
 from grpo.rewards import begin_rewards, group_of, values_of
@@ -80,7 +71,9 @@ def module_at(path):
     file = Path(path).expanduser().resolve()
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))  # last: it must not shadow Python's modules
-    import_file(name := module_name(file), file)
+    spec = importlib.util.spec_from_file_location(name := module_name(file), file)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return sys.modules[name]
 
 
