@@ -43,6 +43,7 @@ from grpo.policy import make_policy
 from grpo.prepare import as_seen, gold_of, prepare_task
 from grpo.ranks import gathered, join_ranks, no_child_stays
 from grpo.rewards import reward_texts
+from grpo.stop import stop
 from grpo.task import different, load_chat
 
 # The constants that we take from a model's run; OF_TASK only if TASK is the same
@@ -192,7 +193,7 @@ def main():
         join_ranks(c.WAIT_LIMIT_SECONDS)
     elif (gpus := torch.accelerator.device_count()) > 1:
         say(f"using one of {gpus} GPUs; start with `deepspeed` instead of `python` to use all")
-    with no_child_stays():
+    with no_child_stays(), stop.listening(at_once=True):
         results = [answers_of(c, options, model, rank, world) for model in options.models]
     if rank == 0:
         report(c, options.models, results, options.out)

@@ -58,9 +58,7 @@ OVERLONG_TOKENS = 0
 # Flat groups are skipped: their completions all have the same OUTCOME ("outcome"), or the same
 # total reward ("reward"). False trains on every group.
 SKIP_FLAT_GROUPS = "outcome"
-# How many replacements for flat groups a rollout may sample, in multiples of PROMPTS_PER_STEP.
-# After that it trains on fewer groups.
-MAX_REFILLS = 4
+MAX_REFILLS = 4  # at most this many times PROMPTS_PER_STEP replacements for flat groups
 CHAT_TEMPLATE = {}  # options of the model's chat template, such as {"enable_thinking": False}
 OUTCOME = None  # name of the reward that decides correctness: above 0 is correct; None: the task's
 REWARD_WEIGHTS = None  # {reward: weight} (reward_weights); None: the task's; {}: only the KL trains
@@ -148,7 +146,7 @@ from grpo.metrics import TokenStats, evaluate, rollout_metrics, with_kl
 from grpo.packing import plan_rounds
 from grpo.prepare import prepare
 from grpo.proof import check_sampler
-from grpo.report import check_update, log_idle, report_end, show
+from grpo.report import check_update, leaving_evidence, log_idle, report_end, show
 from grpo.sample import keep_logps
 from grpo.start import start_run
 from grpo.stop import stop
@@ -235,7 +233,7 @@ def samples_to_train(recipe, groups, step):
     for group in groups:
         for sample in group.samples:
             if not (c.MASK_TRUNCATED and sample.truncated):
-                sample.version = group.version
+                sample.group, sample.version = group.id, group.version
                 samples.append(sample)
     lengths = torch.tensor([sample.length for sample in samples])
     weights = plain_loss.token_weights(
@@ -304,22 +302,19 @@ def accumulate(run, samples, old, version):
     summed, not averaged (engine_config). So 1 x 8 micro-batches, 8 x 1 and 2 ranks x 4 give the
     same gradient.
     """
-    engine, means = run.engine, TokenStats(run.engine.device)
+    engine, vocab, means = run.engine, run.policy.vocab_size, TokenStats(run.engine.device)
     rank, world = dist.get_rank(), dist.get_world_size()
     rounds = plan_rounds(samples, engine.module.packs, rank, world, run.sizes.micro_batch_tokens)
     for done, (batch, is_filler) in enumerate(rounds, start=1):
         engine.set_gradient_accumulation_boundary(done == len(rounds))
         hidden, ids = engine([s.prompt for s in batch], [s.ids for s in batch])
         head, whose = engine.module.head, "now" if is_filler else old
-        loss, stats = batch_loss(
-            run.c, hidden, head, ids, batch, run.policy.vocab_size, old=whose, version=version
-        )
+        loss, stats = batch_loss(run.c, hidden, head, ids, batch, vocab, whose, version)
         if is_filler:
             engine.backward(0 * loss)  # collective
             continue
         means.add(loss, stats)
-        if old == "now":
-            keep_logps(batch, stats["logps"])  # line 6
+        keep_logps(batch, stats["logps"], first=old == "now")  # line 6
         # A loss that is not finite may have a finite gradient: NaN makes all ranks skip the step
         scale = torch.where(loss.detach().isfinite(), 1.0, torch.nan)
         engine.backward(scale * loss)  # collective
@@ -329,13 +324,12 @@ def accumulate(run, samples, old, version):
 # --- Update: line 11 -------------------------------------------------------------------
 def update(run, samples, step, old):
     """Collective: makes the update of step `step` (from 1) on the samples (line 11); returns
-    its metrics. If the gradient is not finite, the weights do not change ("skipped"). `old`: whose
-    log-probs are the old ones (batch_loss)."""
+    metrics. If the gradient is not finite, no weight changes ("skipped"). `old`: batch_loss's."""
     c, rate = run.c, learning_rate(run.c, step)
     limit = out_of_memory_names("MICRO_BATCH_TOKENS", run.sizes.micro_batch_tokens)
     with run.clock.part("backward"), cpu_threads(), limit:
         metrics = accumulate(run, samples, old, version=step - 1)  # collective
-    with ranks.all_or_none():  # collective
+    with leaving_evidence(run, step, samples, metrics):  # collective
         check_sampler(metrics, run.sampler)
     with run.clock.part("step"), cpu_threads():
         taken = take_step(run.engine, rate, c.SEED)  # collective
@@ -361,32 +355,36 @@ def train(run):
             checkpoint.point(c.RUN_DIR, "final", p.saved if done else None)
             return asked
         run.clock.lap()  # evaluations and checkpoints are not part of a step
-        before, place = p.step, checkpoint.place_of(run)
+        with checkpoint.back_if_failed(run, place := checkpoint.place_of(run)):
+            rolled_out = sample_rollout(run)  # collective; lines 5, 7, 8, 9
+        train_on(run, *rolled_out, place, c.STEPS, bar)  # collective; lines 6, 10, 11
+
+
+def train_on(run, groups, metrics, sampled, place, last, bar):
+    """Collective: makes a rollout's updates, none after step `last`; `place`: the run's before."""
+    c, p, before = run.c, run.progress, run.progress.step
+    with checkpoint.back_if_failed(run, place), ranks.all_or_none():  # collective
+        samples, old = samples_to_train(run.recipe, groups, before)  # line 6
+        run.folder.log_samples(run, sampled)
+    p.idle = 0 if samples else p.idle + 1
+    if not samples:
+        log_idle(run, metrics, groups)
+    updates = min(c.UPDATES_PER_ROLLOUT, last - before) if samples else 1
+    for number in range(1, updates + 1):  # line 10
         with checkpoint.back_if_failed(run, place):
-            groups, metrics, sampled = sample_rollout(run)  # collective; lines 5, 7, 8, 9
-            with ranks.all_or_none():  # collective
-                samples, old = samples_to_train(run.recipe, groups, before)  # line 6
-                if sampled:
-                    run.folder.log_samples(run, sampled[(before + 1) % len(sampled)])
-        p.idle = 0 if samples else p.idle + 1
-        if not samples:
-            log_idle(run, metrics, groups)
-        updates = min(c.UPDATES_PER_ROLLOUT, c.STEPS - before) if samples else 1
-        for number in range(1, updates + 1):  # line 10
-            with checkpoint.back_if_failed(run, place):
-                trained = update(run, samples, p.step + 1, old) if samples else {}  # collective
-            old = "kept" if old == "now" else old
-            p.step += 1  # after line 11: a checkpoint has the number of steps that were made
-            place = checkpoint.place_of(run)
-            with ranks.all_or_none():  # collective
-                if number == updates:
-                    end_rollout(run, before)
-                run.laps.append(run.clock.lap())
-                once = metrics if number == 1 else {}  # the rollout's metrics are logged once
-                run.folder.log("metrics.jsonl", {"step": p.step} | once | trained | run.laps[-1])
-                show(bar, p.step, metrics | trained | run.laps[-1])
-                if samples:
-                    check_update(run, trained, samples)
+            trained = update(run, samples, p.step + 1, old) if samples else {}  # collective
+        old = "kept" if old == "now" else old
+        p.step += 1  # after line 11: a checkpoint has the number of steps that were made
+        place = checkpoint.place_of(run)
+        with ranks.all_or_none():  # collective
+            if number == updates:
+                end_rollout(run, before)
+            run.laps.append(run.clock.lap())
+            once = metrics if number == 1 else {}  # the rollout's metrics are logged once
+            run.folder.log("metrics.jsonl", {"step": p.step} | once | trained | run.laps[-1])
+            show(bar, p.step, metrics | trained | run.laps[-1])
+        if samples:
+            check_update(run, trained, samples)  # collective
 
 
 def end_rollout(run, before):
@@ -444,6 +442,8 @@ def main(**given):
     report_end(run, asked)
 
 
+@ranks.no_child_stays()
+@stop.listening(at_once=True)
 def worker(**given):
     """Samples for the trainer at TRAINER until the trainer is gone."""
     from grpo.options.workers.worker import run_worker, worker_policy

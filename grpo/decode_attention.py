@@ -31,19 +31,10 @@ def attend(query, keys, values, mask, scaling, softcap=None):
             flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
             return flash(query.contiguous(), keys, values, attn_mask=mask, scale=scaling)
         if is_nvidia(query.device) and query.shape[-1] % ALIGNED == 0:
+            from grpo.options.gpu.decoding import in_one_kernel
+
             return in_one_kernel(query, keys, values, mask, scaling)
     return in_pieces(query, keys, values, mask, scaling, softcap)
-
-
-def in_one_kernel(query, keys, values, mask, scaling):
-    """Returns the same as `attend`, by the kernel that scaled_dot_product_attention uses on a GPU
-    if there is a mask (CUTLASS's, not cuDNN's). It takes any strides that are multiples of 16
-    bytes, also 0. Its scores are float32. Without dropout a CUDA graph can record it."""
-    if mask is not None:
-        mask = mask.expand(*query.shape[:3], -1)
-    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-    out, log_sums, _, _ = kernel(query, keys, values, mask, True, scale=scaling)
-    return out, log_sums[..., : query.shape[2]]  # which the kernel pads to a multiple of 32
 
 
 def in_pieces(query, keys, values, mask, scaling, softcap):

@@ -19,9 +19,6 @@ def make_engine(c, policy, gradient_checkpointing):
     import deepspeed
 
     on_gpu = policy.model.device.type != "cpu"
-    if not on_gpu:
-        threads = training_threads()
-        say(f"on a CPU: each rank uses {threads} threads for forward, backward and update")
     model = CompletionModel(policy.model, gradient_checkpointing=gradient_checkpointing)
     # We use only what the models of all ranks can do: all must plan the same micro-batches
     abilities = model.packs, model.separable, model.notes

@@ -42,8 +42,6 @@ class CompletionModel(torch.nn.Module):
         if gradient_checkpointing and not checkpoint_layers(model):
             self.notes.append("this model has no layers to checkpoint, so it needs more memory")
         self.separable = has_plain_head(model)
-        if not self.separable:
-            self.notes.append("this model has no plain LM head, so the loss keeps all logits")
         self.varlen = False
         self.packs = not (fault := self._fault_of_packing())
         if fault:

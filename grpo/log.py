@@ -14,7 +14,7 @@ SPEAK_SECONDS = 10  # between two log lines about the same wait, or about the pr
 def say(text):
     """Logs a line about the run. Only rank 0 prints it, on stdout, above the progress bar."""
     if os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(OSError):  # a `| tee` or the terminal may end before the run
+        with contextlib.suppress(OSError, ValueError):  # a `| tee` may end before the run
             tqdm.write(f"{time.strftime('%H:%M:%S')} {text}")
             sys.stdout.flush()
 
@@ -23,7 +23,7 @@ def tell(text):
     """Logs a line about this process, on stderr. Any rank and thread may call it."""
     rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     # The reader has gone, or a signal handler prints while the main thread does
-    with contextlib.suppress(OSError, RuntimeError):
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
         print(f"{time.strftime('%H:%M:%S')} {rank}{text}", file=sys.stderr, flush=True)
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from grpo.proof import EVIDENCE, MISMATCH
-from grpo.ranks import add_up, all_or_none, gathered
+from grpo.ranks import add_up, all_or_none
 from grpo.reference import is_teacher
 from grpo.rollout import sampled_and_rewarded, tally
 from grpo.stop import stop
@@ -176,6 +176,8 @@ def rollout_metrics(run, count, seconds, from_workers, sampled=()):
     if judged := total[f"applicable_{recipe.outcome}"]:
         means["accuracy"] = total["right"] / judged
     if recipe.has_turns:
+        from grpo.options.turns.counts import turn_metrics
+
         means |= turn_metrics([*sampled, *from_workers])  # collective
     if recipe.failures or total["unrewarded"]:
         means["rewards/failed"] = total["unrewarded"] / n
@@ -192,24 +194,6 @@ def rollout_metrics(run, count, seconds, from_workers, sampled=()):
         "groups_sampled": int(total["groups"]),
         "tokens_sampled": int(total["tokens"]),
     }
-
-
-def turn_metrics(groups):
-    """Collective: returns means over all ranks' completions of several turns: the number of the
-    model's turns, whether the task has replied at all, and the number of tokens that it added; and
-    the share of calls of TOOLS that failed."""
-    samples = [sample for group in groups for sample in group.samples]
-    masks = [sample.is_model_token or [True] for sample in samples]
-    turns = [1 + sum(a < b for a, b in itertools.pairwise(mask)) for mask in masks]
-    heard = [mask.count(False) for mask in masks]
-    count = Counter(n=len(masks), turns=sum(turns), heard=sum(heard), calls=sum(map(bool, heard)))
-    count["made"], count["failed"] = map(sum, zip((0, 0), *(s.tool_calls for s in samples)))
-    total, most = add_up(count), max(gathered(max(turns, default=0)))  # collective
-    means = {"num_turns/mean": "turns", "tools/call_share": "calls", "environment_tokens": "heard"}
-    means = {name: total[key] / max(total["n"], 1) for name, key in means.items()}
-    if total["made"]:
-        means["tools/failure_frequency"] = total["failed"] / total["made"]
-    return means | {"num_turns/max": most}
 
 
 def mean_and_std(name, total, squares, number):

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from grpo.decoder import make_decoder
 from grpo.devices import out_of_memory_names, release_memory
 from grpo.forward import CompletionModel
 from grpo.log import announced, say
-from grpo.models import as_umask, can_cache, check_context, load_model, stop_ids, vocab_size_of
+from grpo.models import as_umask, check_context, load_model, stop_ids, vocab_size_of
 from grpo.proof import NOISE
 from grpo.sampler import completion_text, stream_groups
 from grpo.scoring import score_batch
@@ -57,6 +58,14 @@ class Policy:
             if group is None:
                 return
             yield group
+
+    def describe(self, c):
+        """Returns what samples, as a text: the decoder that passes its trial on this model."""
+        with contextlib.ExitStack() as stack:
+            for make in self.contexts:
+                stack.enter_context(make())
+            decoder = make_decoder(self.model, c.MAX_COMPLETION_TOKENS, c.MAX_PROMPT_TOKENS)
+        return f"torch, {type(decoder).__name__}{getattr(decoder, 'cost', '')}"
 
     def generator(self, seed):
         return torch.Generator(device=self.model.device).manual_seed(seed)
@@ -118,12 +127,7 @@ def make_policy(c, tokenizer):
     policy = load_policy(c.MODEL, tokenizer, c.DTYPE, *more)
     check_context(c, policy.model.config)
     stops = [*tokenizer.convert_ids_to_tokens(sorted(policy.eos_ids)), *map(repr, c.STOP_STRINGS)]
-    say(f"{c.MODEL} in {policy.dtype}; completions end at {', '.join(stops)}")
-    if c.SAMPLER == "torch" and not can_cache(policy.model):
-        say(
-            "this model has no KV cache that can be used, so each token runs the whole sequence"
-            ' again, which is far slower. SAMPLER = "vllm" avoids that'
-        )
+    say(f"completions end at {', '.join(stops)}")
     return policy
 
 

@@ -18,7 +18,6 @@ from types import MappingProxyType
 import torch
 
 from grpo.forward import CompletionModel
-from grpo.log import say
 from grpo.scoring import score_groups
 
 
@@ -32,6 +31,7 @@ class NoReference:
 
     part = "wait"  # of a step's seconds, as which fill() counts
     info = MappingProxyType({"model": None})  # other references: the model's name, and its dtype
+    what = "none"
 
     def ask(self, group):
         pass
@@ -48,17 +48,16 @@ class LocalReference(NoReference):
     def __init__(self, c, policy):
         self.c, self.policy = c, policy
         self.info = {"model": c.REFERENCE or c.MODEL, "dtype": policy.dtype}
-        self.adapters, what, model = None, "a copy of MODEL", policy.model
+        self.adapters, self.what, model = None, "a copy of MODEL", policy.model
         if c.REFERENCE:
             from grpo.options.training.teacher import load_teacher
 
-            what, model, self.info["model"] = load_teacher(c, policy)
+            self.what, model, self.info["model"] = load_teacher(c, policy)
         elif c.LORA_RANK:
             from grpo.options.training.lora import ReferenceAdapters
 
-            what = "the policy's model without its adapters"
+            self.what = "the policy's model without its adapters"
             self.adapters = ReferenceAdapters(model)
-        say(f"the reference is {what}")
         self.model = CompletionModel(model)
         if model is policy.model and not self.adapters:
             self.model = copied(self.model)

@@ -35,6 +35,7 @@ class RemoteReference:
         if theirs and theirs == weights_of(policy.model):
             say(f"{self.info['model']} at {server.url} has the weights of MODEL = {model!r}")
             self.info = self.info | {"model": model}  # it is no teacher
+        self.what = f"{self.info['model']} at {server.url}"
         self.asked, self.answers = queue.SimpleQueue(), []  # (group, its Future); Futures
         in_background(self._score)
 

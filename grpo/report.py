@@ -8,7 +8,6 @@ import json
 import math
 import subprocess
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,8 +16,8 @@ from safetensors import SafetensorError
 from grpo.log import SPEAK_SECONDS, say
 from grpo.metrics import PARTS
 from grpo.proof import check_reference
+from grpo.ranks import RunFailed, all_or_none
 from grpo.reference import is_teacher
-from grpo.rewards import functions_of
 from grpo.stop import stop
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +54,7 @@ def naming_run_dir(folder):
 
 
 class RunFolder:
-    """RUN_DIR's metrics.jsonl, samples.jsonl and bad steps; checkpoint.py writes there too."""
+    """RUN_DIR's metrics.jsonl and samples.jsonl; checkpoint.py and evidence.py write there too."""
 
     def __init__(self, path, reporters=()):
         self.path, self.reporters = Path(path), reporters
@@ -75,12 +74,13 @@ class RunFolder:
         self.log("metrics.jsonl", {"step": step} | evaluation)
         say(f"step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in evaluation.items()))
 
-    def log_samples(self, run, group):
-        """Writes the completions of a group that the next update trains or skips, the one with the
-        highest advantage first. Ranks but 0 write nothing."""
-        if dist.get_rank() != 0:
+    def log_samples(self, run, groups):
+        """Writes the completions of one of the groups that the next update trains or skips, the one
+        with the highest advantage first. Ranks but 0 write nothing."""
+        if dist.get_rank() != 0 or not groups:
             return
         step, decode = run.progress.step + 1, run.policy.tokenizer.decode
+        group = groups[step % len(groups)]
         item, numbered = group.item, enumerate(group.samples)
         for i, sample in sorted(numbered, key=lambda pair: -pair[1].advantage):
             record = {
@@ -104,23 +104,6 @@ class RunFolder:
                 parts = itertools.groupby(pairs, key=lambda pair: pair[0])
                 record["turns"] = [decode([id for _, id in part]) for _, part in parts]
             self.log("samples.jsonl", record)
-
-    def bad_step(self, progress, samples, metrics, limit):
-        """Logs that a step is skipped, and writes its samples to a file. Raises RuntimeError
-        after `limit` skipped steps in a row."""
-        path = self.path / f"bad_step_{progress.step:06d}.json"
-        if dist.get_rank() == 0:
-            path.write_text(json.dumps([asdict(sample) for sample in samples]))
-            for old in sorted(self.path.glob("bad_step_*"))[:-limit]:
-                old.unlink()
-        progress.bad += 1
-        why = f"loss {metrics['loss']}, norm of the gradient {metrics['grad_norm']}"
-        say(f"step {progress.step} is skipped: {why}; {progress.bad} in a row; its data: {path}")
-        if progress.bad >= limit:
-            raise RuntimeError(
-                f"{progress.bad} steps in a row had a loss or gradient that was not finite: is"
-                f" LEARNING_RATE too high? The data of the last step: {path}"
-            )
 
     def undo(self, step):
         """Removes the records of steps after `step`, which the run repeats, and an incomplete last
@@ -159,16 +142,34 @@ def show(bar, step, metrics):
         say(f"step {step} of {bar.total}: {' '.join(shown)}, {seconds:.1f} s a step{left}")
 
 
+@contextlib.contextmanager
+def leaving_evidence(run, step, samples, metrics, other="sampler"):
+    """Collective: if a check of an update's log-probs fails in the block, all ranks raise
+    RunFailed; rank 0 has written the samples to a file, which the error names."""
+    try:
+        with all_or_none():  # collective
+            yield
+    except RunFailed as failure:  # on all ranks
+        from grpo.options.training.evidence import keep_evidence
+
+        error = failure.__cause__ or failure
+        error.add_note(keep_evidence(run, step, samples, metrics, error, other))  # collective
+        raise
+
+
 def check_update(run, metrics, samples):
-    """Raises RuntimeError, on all ranks, after too many updates in a row that were not finite, or
-    if the first update shows that the reference is not the right one."""
+    """Collective: raises RunFailed after too many updates in a row that were not finite, or if the
+    first update shows that the reference is not the right one."""
     progress, c = run.progress, run.c
     if metrics["skipped"]:
-        run.folder.bad_step(progress, samples, metrics, limit=c.IDLE_LIMIT)
+        from grpo.options.training.evidence import skip_step
+
+        skip_step(run, samples, metrics)  # collective
         return
     progress.bad = 0
     if not progress.checked:
-        check_reference(metrics, run.policy.dtype, run.reference.info, model=c.MODEL)
+        with leaving_evidence(run, progress.step, samples, metrics, "reference"):  # collective
+            check_reference(metrics, run.policy.dtype, run.reference.info, model=c.MODEL)
         names = ["sampler_k3", "sampler_tilt"]
         names += [] if is_teacher(run.reference.info, c.MODEL) else ["kl"]
         found = ", ".join(f"{name} {metrics[name]:.1g}" for name in names if name in metrics)
@@ -178,28 +179,11 @@ def check_update(run, metrics, samples):
 
 def log_idle(run, metrics, groups):
     """Logs why the next step trains nothing; `groups` are those that were not skipped."""
-    c, p = run.recipe.c, run.progress
-    cut = f"{metrics['completions/clipped_ratio']:.0%} of the completions were truncated"
-    kept = f"{len(groups)} of {metrics['groups_sampled']} groups were kept"
-    names = "accuracy", "reward", "frac_outcome_zero_std", "frac_reward_zero_std"
-    found = ", ".join(f"{name} {metrics[name]:.2f}" for name in names if name in metrics)
-    why = (
-        f"{kept} (SKIP_FLAT_GROUPS = {c.SKIP_FLAT_GROUPS!r}, OUTCOME = {run.recipe.outcome!r}:"
-        f" {found}), and {cut} (MASK_TRUNCATED = {c.MASK_TRUNCATED}, MAX_COMPLETION_TOKENS ="
-        f" {c.MAX_COMPLETION_TOKENS})"
-    )
-    if c.MASK_TRUNCATED and (groups or metrics["completions/clipped_ratio"] == 1):  # all of them
-        why += "; raise that limit, or train on them: MASK_TRUNCATED = False"
-    if metrics.get("tools/call_share") == 0:
-        why += "; reply() never returned a text: is STOP_STRINGS right, or does the model make no"
-        why += " call?"
-    if metrics.get("rewards/failed") == 1:
-        why = (
-            f"no completion had a reward: {' and '.join(functions_of(run.recipe.task))} returned"
-            " None for all of them, or failed; is a service that the task asks down?"
-        )
-    p.idle_reason = why
-    say(f"step {p.step + 1} trains nothing ({p.idle} in a row): {why}")
+    from grpo.options.training.idle import why_idle
+
+    p = run.progress
+    p.idle_reason = why_idle(run.recipe, metrics, groups)
+    say(f"step {p.step + 1} trains nothing ({p.idle} in a row): {p.idle_reason}")
 
 
 def note_accuracies(metrics):

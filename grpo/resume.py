@@ -125,16 +125,14 @@ def log_other_data(c, progress, stream, before, now):
 
 
 # --- Begin or resume ------------------------------------------------------------------
-def open_run(c, record, engine, stream, reference, data):
+def open_run(c, record, engine, stream, reference, data, uses):
     """Collective: returns the Progress of the run in RUN_DIR: a new run, or one that resumes from
     its newest complete checkpoint. `record` is Run.record; `reference` gets the checkpoint's
-    reference, if that was refreshed; `data` is data_of the run."""
+    reference, if that was refreshed; run.json gets `data` (data_of) and `uses` (start.uses_of)."""
     folder, (path, state) = RunFolder(c.RUN_DIR), newest(c.RUN_DIR)
     if path:
         check_resumable(path, state, record)
-        # A checkpoint of an older version has -1 in place of None
-        found = {name: None if value == -1 else value for name, value in state["progress"].items()}
-        progress = Progress(**found | {"idle": 0, "bad": 0})
+        progress = Progress(**state["progress"] | {"idle": 0, "bad": 0})
         load(path, engine, stream, reference if progress.reference else None)
         # DeepSpeed has restored the old values of these; the learning rate is set at each step
         engine.optimizer.clip_grad = c.MAX_GRAD_NORM
@@ -151,7 +149,7 @@ def open_run(c, record, engine, stream, reference, data):
     # Other ranks may write to the same folder
     draft = folder.path / f".run_{dist.get_rank()}.json"
     facts = {"run": progress.name, "code": commit(), "data": data, "constants": record}
-    draft.write_text(json.dumps(facts))
+    draft.write_text(json.dumps(facts | {"uses": uses}))
     draft.replace(folder.path / "run.json")
     there = progress.best is None or (folder.path / f"step_{progress.best:06d}").exists()
     if not all(gathered(there)) or not c.KEEP_BEST:  # the next evaluation is then the best

@@ -73,8 +73,8 @@ def answers_of(recipe, group, futures):
 
 def fail(recipe, item, function, seen, error):
     """Raises a TaskError if a call must not fail, or too many have failed (MAX_FAILED_REWARDS)."""
-    given = f"; question {item!r:.500}, completion{'s' * ('group' in function)} {seen!r:.500}"
-    must = "reward any text, or return None"
+    kind = "completions" if function == "group_rewards" else "completion"
+    given, must = f"; question {item!r:.500}, {kind} {seen!r:.500}", f"take (item, {kind})"
     failure = mistake(recipe.c.TASK, f"{function}()", must, given, error=error)
     if not recipe.failures:
         raise failure from error

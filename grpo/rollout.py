@@ -1,7 +1,7 @@
 """Rollouts: samples groups of completions, and rewards and counts them.
 
 Ranks and workers sample with a policy: any object with `stream` (as sampler.stream_groups) and
-`text`. A prompt is (index, item, prompt ids), as in Recipe.prompts.
+`text`. `prompts` are Questions.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def sampled(policy, recipe, prompts, *, seed):
 
         stream = functools.partial(stream_turns, policy, recipe)
     groups = stream(
-        (prompt and Prompt(prompt, prompt[2]) for prompt in prompts),
+        (question and Prompt(question, question.ids) for question in prompts),
         group_size=recipe.c.GROUP_SIZE,
         max_sequences=recipe.batch,
         longest_prompt=recipe.c.MAX_PROMPT_TOKENS,
@@ -59,11 +59,11 @@ def sampled(policy, recipe, prompts, *, seed):
         temperature=recipe.c.TEMPERATURE,
         seed=seed,
     )
-    for prompt, samples in groups:
-        opening = recipe.opening(prompt[2])
+    for question, samples in groups:
+        opening = recipe.opening(question.ids)
         for sample in samples:
             sample.text = sample.text or opening + policy.text(sample)
-        yield Group(*prompt, samples)
+        yield Group(*question, samples)
 
 
 def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.nullcontext):

@@ -1,5 +1,5 @@
-"""The records of a step: what a sampler takes (Prompt), a sampled completion (Sample), and the G
-completions of a prompt (Group).
+"""The records of a step: a task's Question, what a sampler takes (Prompt), a sampled completion
+(Sample), and the G completions of a question (Group).
 
 Each part of a step adds what it knows: the sampler ids and their log-probs, the task rewards, the
 reference its log-probs, the trainer what the loss needs. Lists have an entry per token, unless a
@@ -11,10 +11,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
+class Question(NamedTuple):
+    """An item of a task, as the model is asked."""
+
+    index: int  # in the task's split
+    item: dict  # as the task's load() gave it
+    ids: list[int]  # of its prompt
+
+
 class Prompt(NamedTuple):
     """What sampler.stream_groups takes; for each group it yields (key, [Sample] * G)."""
 
-    key: object
+    key: object  # a Question, or the conversations that go on (turns.py)
     ids: list[int]
     groups: int = 1  # how many groups of G completions it begins
     limit: int | None = None  # tokens of each completion; None: max_new_tokens
@@ -39,7 +47,9 @@ class Sample:
     advantage: float = 0.0
     weight: float = 0.0  # of each of the model's tokens in the step's loss
     version: int = 0  # the number of steps of the policy that sampled it
-    # Of the model's tokens, by the rollout's first update (keep_logps)
+    group: str = ""  # its group's id
+    # Of the model's tokens, by the last update (None: on another rank), and the rollout's first
+    trainer_logps: list[float] | None = None
     old_logps: list[float] | None = None
 
     @property
@@ -85,9 +95,11 @@ class Group:
             sample.ref_logps = part.tolist()
 
 
-def keep_logps(batch, logps):
-    """Keeps the log-probs (N,) of a micro-batch's samples in a rollout's first update: they are the
-    old ones of its next updates."""
+def keep_logps(batch, logps, *, first):
+    """Keeps the trainer's log-probs (N,) of a micro-batch's samples; in a rollout's `first` update
+    also as the old ones of its next updates."""
     parts = logps.cpu().split([sample.length for sample in batch])
     for sample, part in zip(batch, parts, strict=True):
-        sample.old_logps = part.tolist()
+        sample.trainer_logps = part.tolist()
+        if first:
+            sample.old_logps = sample.trainer_logps

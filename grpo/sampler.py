@@ -214,6 +214,8 @@ def draw(logits, temperature, generator):
     V random numbers, which is slow there.
     """
     if temperature and logits.device.type != "cpu":
+        from grpo.options.gpu.decoding import race
+
         return race(logits.float() / temperature, generator)
     log_probs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
     if temperature:
@@ -224,14 +226,3 @@ def draw(logits, temperature, generator):
     else:
         tokens = log_probs.argmax(-1)
     return tokens, log_probs.gather(1, tokens[:, None]).squeeze(1)
-
-
-def race(logits, generator):
-    """Returns the same as `draw`, by an exponential race: with E_i ~ Exp(1), argmax p_i / E_i is i
-    with probability p_i (the Gumbel-max trick, 1411.0030, as -log E_i is Gumbel). It takes three
-    kernels after the softmax, whereas torch.multinomial waits for the device.
-    """
-    probs = torch.softmax(logits, dim=-1)  # (S, V)
-    times = torch.empty_like(probs).exponential_(generator=generator)
-    tokens = torch.div(probs, times, out=times).argmax(-1)  # NaN counts as the largest
-    return tokens, probs.gather(1, tokens[:, None]).squeeze(1).log()

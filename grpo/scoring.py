@@ -8,7 +8,7 @@ import torch
 from grpo.devices import is_out_of_memory, release_memory
 from grpo.log import tell
 from grpo.packing import pack_by_tokens, sizes_of
-from grpo_loss_triton import linear_logps
+from grpo_loss_triton import linear_logps, use_triton  # noqa: F401 (start.py, which may not)
 
 
 def score_groups(model, groups, *, budget, temperature, vocab_size):

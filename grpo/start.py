@@ -3,11 +3,13 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
+from grpo.calls import environment_rewards
 from grpo.checkpoint import check_disk, try_save
 from grpo.devices import CPU_BATCH, accelerator
-from grpo.engine import make_engine
+from grpo.engine import make_engine, training_threads
 from grpo.log import say
 from grpo.metrics import Clock
 from grpo.policy import Policy, make_policy, make_sampler
@@ -16,6 +18,7 @@ from grpo.reference import LocalReference, NoReference, is_teacher
 from grpo.report import RunFolder, as_json
 from grpo.resume import Progress, data_of, open_run
 from grpo.rollout import Stream
+from grpo.scoring import use_triton
 from grpo.task import Recipe
 
 # What "auto" is on a CPU
@@ -114,11 +117,27 @@ def make_reference(c, policy, server):
     else:
         reference = LocalReference(c, policy)
     if is_teacher(reference.info, c.MODEL):
-        say(
-            f"the reference is a teacher, not MODEL: {reference.info['model']}. The"
-            " first update can't check the teacher's weights; teacher_kl is the KL to the teacher"
-        )
+        say(f"the reference is a teacher, not MODEL: {reference.info['model']} (see teacher_kl)")
     return reference
+
+
+def uses_of(c, policy, sampler, engine, recipe, reference):
+    """Returns what a run really uses, by name: what fails its trial has been replaced."""
+    model, weight = engine.module, next(policy.model.parameters())
+    device = torch.cuda.get_device_name() if weight.is_cuda else weight.device.type
+    packed = "packed, in one kernel" if model.varlen else "packed, in buckets"
+    chunks = "in chunks, by Triton" if use_triton(weight) else "in chunks, by torch"
+    beside = recipe.submit or environment_rewards(recipe.task)
+    return {
+        "ranks": dist.get_world_size(),
+        "device": f"{device}, {training_threads()} CPU threads a rank",
+        "dtype": policy.dtype,
+        "sampler": sampler.describe(c),
+        "attention": packed if model.packs else "each completion with its prompt",
+        "loss": chunks if c.FUSED_LOSS and model.separable else "all logits at once",
+        "reference": reference.what,
+        "rewards": "beside the sampling" if beside else "in the main thread",
+    }
 
 
 def serve_workers(c, recipe, policy, progress):
@@ -161,7 +180,9 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     engine = make_engine(c, policy, sizes.gradient_checkpointing)
     stream = Stream(recipe.prompts, c.SEED, rank, dist.get_world_size())
     data = data_of(recipe)  # collective
-    progress = open_run(c, record, engine, stream, reference, data)  # collective
+    uses = uses_of(c, policy, sampler, engine, recipe, reference)
+    say("; ".join(f"{name}: {what}" for name, what in uses.items()))
+    progress = open_run(c, record, engine, stream, reference, data, uses)  # collective
     check_disk(c, policy.model)  # collective
     workers = serve_workers(c, recipe, policy, progress)  # collective
     return Run(

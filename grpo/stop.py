@@ -27,14 +27,15 @@ class Stop:
         self.before = {}  # the handlers that were there, by signal, while this process listens
 
     @contextlib.contextmanager
-    def listening(self):
+    def listening(self, at_once=False):
         """In the block a signal only sets `asked`, unless it was ignored (nohup) or has a handler;
-        a second Ctrl-C ends the process at once."""
+        a second Ctrl-C ends the process at once. `at_once`: a signal ends the block, as Ctrl-C."""
         self.asked, self.at = "", math.inf
         ends = [s for s in STOPS if signal.getsignal(s) != signal.SIG_IGN]
         ends += [s for s in ANNOUNCE if signal.getsignal(s) == signal.SIG_DFL]
         self._keep_from_forks()
-        self.before = {number: signal.signal(number, self._hear) for number in ends}
+        hear = signal.default_int_handler if at_once else self._hear
+        self.before = {number: signal.signal(number, hear) for number in ends}
         try:
             yield
         finally:

@@ -20,12 +20,14 @@ from grpo.calls import (
     environment_rewards,
     has_turns,
     import_file,
+    kept,
     own,
     task_file,
 )
 from grpo.constants import real
 from grpo.log import say
 from grpo.rewards import begin_rewards, group_of, values_of
+from grpo.sample import Question
 
 # The day that a chat template shows by strftime_now, on every machine and in every year: the one to
 # which Llama 3.2's template falls back
@@ -99,7 +101,7 @@ class Recipe:
 
     c: object  # the Constants, or a changed copy of them (others)
     task: object  # the module tasks/NAME.py, or at a path
-    prompts: list  # [(index, item, prompt ids)] of the training split
+    prompts: list  # Questions of the training split
     weights: dict | None = None  # {reward: weight}: REWARD_WEIGHTS, or the task's (resolved)
     outcome: str = ""  # the reward that decides correctness: OUTCOME, or the task's (resolved)
     batch: int | None = None  # completions sampled at once: SAMPLE_BATCH, or what fits
@@ -130,13 +132,15 @@ class Recipe:
         if weights is None:
             empty = None
             while empty is None:  # until it does not fail, or has failed too often
-                group = group_of(self, self.prompts[0][1], [""])
-                (empty,) = values_of(self, group, begin_rewards(self, group))
+                with kept(c.TASK):
+                    group = group_of(self, self.prompts[0].item, [""])
+                    (empty,) = values_of(self, group, begin_rewards(self, group))
             weights = dict.fromkeys(empty, 1.0)
         if c.REWARD_WEIGHTS == {}:  # rewards are only logged, and OUTCOME evaluated
             weights = dict.fromkeys(weights, 0.0)
         if not (weights and isinstance(weights, dict) and all(map(real, weights.values()))):
-            raise TaskError(c.TASK, "REWARD_WEIGHTS", f"is {weights!r}", "be {name: number}")
+            what = "REWARD_WEIGHTS, or else the rewards of an empty completion,"
+            raise TaskError(c.TASK, what, f"is {weights!r}", "be {name: number}")
         set_to = getattr(task, "OUTCOME", None) if c.OUTCOME is None else c.OUTCOME
         default = next(iter(weights)) if len(weights) == 1 else "correctness"
         outcome = default if set_to is None else set_to
@@ -155,12 +159,12 @@ def chat_options(c, task):
 
 
 def load_split(c, task, split, tokenizer):
-    """Returns [(index, item, prompt ids)] of the split, without prompts over MAX_PROMPT_TOKENS.
+    """Returns the Questions of the split, without prompts over MAX_PROMPT_TOKENS.
     Raises SystemExit if the task's questions are not valid, or if none fits."""
     items = load_items(c.TASK, task, split)
-    prompts = [(i, item, ids_of(c, task, item, tokenizer)) for i, item in enumerate(items)]
+    prompts = [Question(i, x, ids_of(c, task, x, tokenizer)) for i, x in enumerate(items)]
     lengths = sorted(len(ids) for _, _, ids in prompts)
-    prompts = [prompt for prompt in prompts if len(prompt[2]) <= c.MAX_PROMPT_TOKENS]
+    prompts = [prompt for prompt in prompts if len(prompt.ids) <= c.MAX_PROMPT_TOKENS]
     same = len(prompts) - len(different(prompts))
     say(
         f"{c.TASK}/{split}: {len(items)} questions, {f'{same} of them again, ' * (same > 0)}"
@@ -179,7 +183,7 @@ def load_split(c, task, split, tokenizer):
 def different(prompts):
     """Returns the prompts without those whose ids an earlier one has: an accuracy is as precise as
     there are different questions."""
-    return list({tuple(prompt[2]): prompt for prompt in reversed(prompts)}.values())[::-1]
+    return list({tuple(prompt.ids): prompt for prompt in reversed(prompts)}.values())[::-1]
 
 
 def load_questions(recipe, tokenizer):

@@ -21,6 +21,8 @@ from pathlib import Path
 from grpo.calls import called, timely
 from grpo.constants import begin, command_line, usage
 from grpo.prepare import gold_of, prepare_task
+from grpo.sample import Question
+from grpo.stop import stop
 from grpo.task import Recipe, load_chat, load_items, load_questions, load_task, task_files
 
 SHOWN = 3
@@ -61,7 +63,7 @@ def make_model(recipe, out):
         return with_replies(recipe, item, written)
 
     answer(items[0], random.Random(0))  # a mistake is reported before a minute of training,
-    Recipe(c, task, [(0, items[0], [])]).resolved()  # as are rewards without an OUTCOME
+    Recipe(c, task, [Question(0, items[0], [])]).resolved()  # as are rewards without an OUTCOME
     print(f"a tiny model learns from the examples of {c.TASK}, for {WARM_STEPS} steps", flush=True)
     half = warm_start(out, task, seed=c.SEED, steps=WARM_STEPS, answer=answer) // 2
     words = [f"MODEL={out}", f"TASK={c.TASK}", "REF_SERVER=None", f"RUN_DIR={out}_run"]
@@ -102,7 +104,7 @@ def main(name):
     command = make_model(Recipe(c, task, []), out) if outs else ""
     from grpo.ranks import no_child_stays  # it imports torch
 
-    with no_child_stays():
+    with no_child_stays(), stop.listening(at_once=True):
         tokenizer, recipe = prepare_task(c, split="train", shown=SHOWN)
         load_questions(recipe.others(EVAL_STEPS=1), tokenizer)
     if outs:

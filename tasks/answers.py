@@ -30,16 +30,22 @@ UNITS = [  # of one dimension each
     r"miles?|mi|yards?|feet|foot|ft|inch(?:es)?|in|k?m|[cm]m|(?:kilo|centi|milli)?met(?:er|re)s?",
     r"tons?|stones?|pounds?|lbs?|ounces?|oz|[km]?g|(?:kilo|milli)?grams?",
     r"gallons?|gal|quarts?|qt|pints?|pt|cups?|tsp|tbsp|m?l|(?:milli)?lit(?:er|re)s?",
-    r"dollars?|euros?|pounds?|rupees?|cents?|pence|paise",
+    r"dollars?|euros?|pounds?|rupees?|quarters?|dimes?|nickels?|cents?|penn(?:y|ies)|pence|paise",
+    r"degrees?|minutes?",
 ]
-# A unit before another number of its dimension ("2 h 45 min"), or before a bare one ("5 ft 3")
+# An amount before another of its dimension but not of its unit ("2 h 45 min", "two hours and a
+# quarter"), or before a bare one ("5 ft 3", "2 dozen and 3"); newlines join within an answer
 WHOLE, SPACE = r"(?![^\W\d_])", r"[^\S\n]*"
-AND = rf"(?:[^\S\n]|[-+,;])*(?:(?:and|plus|&){SPACE})?\d[\d.,/]*{SPACE}-?"
-PAIRS = [rf"(?:(?:hrs?|mins?|ft|lbs?)\.|(?:{u}){WHOLE})(?={AND}(?:{u}){WHOLE})" for u in UNITS]
-BARE = (
-    rf"(?:h|hrs?|hours?|feet|foot|ft|m|lbs?|pounds?){WHOLE}(?=[ -]*\d[\d.,/]*{SPACE}(?:[^\w\s]|$))"
-)
-TWO_UNITS = rf"(?i)(?<=\d){SPACE}-?(?:{'|'.join([*PAIRS, BARE])})"
+WORDS = r"(?<=and )an?|half|quarter|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve"
+WORDS = rf"\b(?:(?:{WORDS}|\w{{3,6}}t(?:een|y)){WHOLE}[ -]?){{1,2}}"
+AMOUNT = rf"(?:(?<![\d.,/])\d[\d.,/]*|{WORDS}){SPACE}-?"
+NEXT = rf"(?:\s|[-+,;]|\(?\b(?:and|plus)\b|\(?&)*{AMOUNT}"
+PAIRS = [
+    rf"(?=(\w{{3}})|)(?:(?:hrs?|mins?|ft|lbs?)\.|(?:{u}){WHOLE})(?={NEXT}(?!\{i})(?:{u}){WHOLE})"
+    for i, u in enumerate(UNITS, start=1)
+]
+BARE = rf"(?:h|hrs?|hours?|feet|foot|ft|m|lbs?|pounds?|dozens?){WHOLE}(?=[ -]*(?:and )?{AMOUNT}"
+TWO_UNITS = rf"(?i){AMOUNT}(?:{'|'.join(PAIRS)}|{BARE}(?:[^\w\s]|$)))", "0, 0, "  # a list instead
 CLEAN = [(re.compile(pattern, re.DOTALL), to) for pattern, to in (
     (r"<<.*?>>", ""),  # GSM8K's calculator notes
     ("\u2212", "-"),
@@ -48,12 +54,13 @@ CLEAN = [(re.compile(pattern, re.DOTALL), to) for pattern, to in (
     (r"\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)(\d))", r" \1\3/\2\4"),  # 2\frac{1}{2}
     (r"\\(?:left|right|quad)(?![a-z])|\\[,;:! ()\[\]]|[*_`#]+|(?<=\w)\\?\$(?!\d)|\\(?=%)", " "),
     (r"(?<!\w)\\?[$€£¥₩]\s*", ""),
-    (r"\((?!\s*or\b)(?=[^()]*[^\W\d_])[^()]*\)", " "),  # an aside, "(from 3 boxes)"
+    (r"(?i)(?<=\d) and (?:a|one) half\b", " 1/2"),
+    (r"\((?!\s*(?:or|and|plus|&)\b)(?=[^()]*[^\W\d_])[^()]*\)", " "),  # an aside, "(from 3 boxes)"
     (r"(?i)(^\s*|[:=]\s*|\b(?:is|to|are)\s+)(?:minus|negative)\s+(?=[.\d])", r"\1-"),
     (r"(?<=[^\W\d_])(?:\s?\^\{?\d\}?|[⁻⁰¹²³⁴-⁹]+)", ""),  # the square of "18 cm^2"
     (r"^(?!.*(?:\bor\b|\\vee|\\lor)).*(?:[=≈]|\\approx)", ""),  # 3 + 4 = 7 is 7
     (r"^\s*-\s+(?=[.\d])", "-"),
-    (TWO_UNITS, ", "),  # a list
+    TWO_UNITS,
 )]  # fmt: skip
 SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 SCALES |= {"lakh": 10**5, "crore": 10**7, "mn": 10**6, "bn": 10**9}
@@ -88,7 +95,7 @@ def gold_number(gold):
     value = number(cleaned(text), True)
     if value is None:
         plain = re.sub(r"\\[a-z]+|[{}]", " ", text)
-        how = ", or convert it to one unit" * bool(re.search(rf"{TWO_UNITS}|\d[:']\d", plain))
+        how = ", or convert it to one unit" * bool(re.search(rf"{TWO_UNITS[0]}|\d[:']\d", plain))
         raise ValueError(f"the gold answer {text!r} is not a number: correct the data{how}")
     return value
 
@@ -99,7 +106,8 @@ def final_answer(text):
     >>> final_answer("<answer>5</answer> no, <answer>6</answer>")
     ('6', True)
     """
-    text = re.sub(TWO_UNITS, ", ", text.translate(FRACTIONS))  # here, as "hrs." ends no sentence
+    lines = text.translate(FRACTIONS).split("\n")
+    text = "\n".join(re.sub(*TWO_UNITS, x) for x in lines)  # here: "hrs." ends no sentence
     block = BLOCK.findall(text)[-1:]
     text = block[0] if block else text
     marked = HASHES.findall(text) or BOXED.findall(text) or ANCHOR.findall(text) or block and [text]

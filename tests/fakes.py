@@ -13,7 +13,7 @@ from grpo.policy import load_policy
 from grpo.resume import Progress
 from grpo.rewards import total_of
 from grpo.rollout import sampled_and_rewarded, tally
-from grpo.sample import Group, Sample
+from grpo.sample import Group, Question, Sample
 from grpo.sampler import next_prompts
 from grpo.start import NoWorkers
 from grpo.task import Recipe
@@ -72,7 +72,8 @@ def a_recipe(prompts=(), *, task=None, submit=None, **constants):
     )
     c = Constants(trainer.DEFAULTS | CONSTANTS | constants)
     found = c.REWARD_WEIGHTS, c.OUTCOME, c.SAMPLE_BATCH
-    return Recipe(c, task, list(prompts), *found, submit)
+    questions = [prompt and Question(*prompt) for prompt in prompts]
+    return Recipe(c, task, questions, *found, submit)
 
 
 def one_reward(task, **constants):
@@ -84,7 +85,7 @@ def one_reward(task, **constants):
 def prompts_of(outcomes):
     """-> prompts whose groups have these rewards: (correctness, format) for each completion."""
     items = [{"first": one, "second": two, "question": "?"} for one, two in outcomes]
-    return [(i, item, [5, 6]) for i, item in enumerate(items)]
+    return [Question(i, item, [5, 6]) for i, item in enumerate(items)]
 
 
 class FakeEngine:
@@ -113,7 +114,7 @@ class FakeEngine:
         return "second" if completion.truncated else "first"
 
 
-PROMPT = 0, {"question": "Why?"}, [5, 6]
+PROMPT = Question(0, {"question": "Why?"}, [5, 6])
 
 
 def a_run(recipe, **parts):
@@ -129,10 +130,11 @@ def a_run(recipe, **parts):
 
 
 def sampled(engine, recipe, prompts, **changes):
-    return list(sampled_and_rewarded(engine, recipe, prompts, **{"seed": 0} | changes))
+    questions = (prompt and Question(*prompt) for prompt in prompts)
+    return list(sampled_and_rewarded(engine, recipe, questions, **{"seed": 0} | changes))
 
 
-PROMPTS = [(0, {}, [5, 6, 7, 8]), (1, {}, [40, 41, 42, 43, 44, 45])]
+PROMPTS = [Question(0, {}, [5, 6, 7, 8]), Question(1, {}, [40, 41, 42, 43, 44, 45])]
 
 
 def tiny_policy(tiny, dtype="float32", drift=0.0, **changes):

@@ -94,7 +94,9 @@ def save(folder, step, *, stream=None, keep=2, model=None, policy=None, engine=N
 def opened(folder, reference=None, *, data=None, stream=None, **changes):
     """-> the Progress of a run that begins or resumes with RUN and other constants."""
     c = SimpleNamespace(**RUN | {"RUN_DIR": str(folder)} | changes)
-    return resume.open_run(c, vars(c), FakeEngine(), stream or a_stream(), reference, data or DATA)
+    return resume.open_run(
+        c, vars(c), FakeEngine(), stream or a_stream(), reference, data or DATA, {}
+    )
 
 
 def names_in(folder):

@@ -15,7 +15,10 @@ LINES = 6_100  # of our files that a plain run loads; to become 5 500
 SERVER = {
     f"grpo/{name}.py" for name in ("client", "remote", "waits", "wire")
 }  # only with REF_SERVER
-GPU = {f"gpu/{name}" for name in ("sizes", "sample_sizes", "cuda_graph", "nvidia", "varlen")}
+GPU = {
+    f"gpu/{name}"
+    for name in ("sizes", "sample_sizes", "cuda_graph", "decoding", "nvidia", "varlen")
+}
 GPU |= {"training/rounding", "sampling/float32_head"}  # bfloat16
 GPU |= {"training/lora", "sampling/plain_decoder"}  # that those import
 GPU = {f"grpo/options/{name}.py" for name in GPU}
@@ -45,6 +48,7 @@ from grpo.constants import read_preset
 given = {k: v for k, v in read_preset("presets/demo.py").items() if k in trainer.DEFAULTS}
 given |= {"MODEL": sys.argv[1], "RUN_DIR": sys.argv[2], "REF_SERVER": None, "EVAL_STEPS": 1}
 given |= {"PROMPTS_PER_STEP": 2, "SAVE_STEPS": 1, "EVAL_QUESTIONS": 2, "SKIP_FLAT_GROUPS": False}
+given["MASK_TRUNCATED"] = False  # the tiny model seldom ends, and both steps are to train
 trainer.main(**given | {"STEPS": 1})
 trainer.main(**given | {"STEPS": 2})  # resumes
 sys.settrace(None)

@@ -7,10 +7,12 @@ import torch
 from families import tiny_model
 from gpu_kernels import efficient_attention, registered
 
-from grpo import decode_attention, shared_prompt
+from grpo import shared_prompt
 from grpo.cached import CachedDecoder
-from grpo.decode_attention import attend, in_one_kernel, mask_of
+from grpo.decode_attention import attend, mask_of
 from grpo.decoder import make_decoder
+from grpo.options.gpu import decoding
+from grpo.options.gpu.decoding import in_one_kernel
 from grpo.shared_prompt import SharedDecoder
 
 
@@ -65,7 +67,7 @@ def as_on_a_gpu(query, keys, values, mask, scaling, softcap=None):
 
 def test_capped_scores_and_values_of_another_width_go_in_pieces(monkeypatch):
     query, keys, values = some(4, 9)
-    monkeypatch.setattr(decode_attention, "in_one_kernel", lambda *_: pytest.fail("tried"))
+    monkeypatch.setattr(decoding, "in_one_kernel", lambda *_: pytest.fail("tried"))
     meta = [x.to("meta") for x in (query, keys, values)]
     for last, softcap in ((values, 30.0), (values[..., :4], None)):
         out, log_sums = attend(*meta[:2], last.to("meta"), None, 0.3, softcap)

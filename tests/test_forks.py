@@ -1,7 +1,15 @@
 """Tasks may start processes, in each of multiprocessing's ways; none is left after a run."""
 
+import contextlib
+import json
+import os
+import subprocess
+import sys
 import textwrap
+import time
+from pathlib import Path
 
+import psutil
 import pytest
 from processes import python
 
@@ -138,3 +146,37 @@ def test_a_child_that_exits_does_not_wait_for_the_watchdog_of_the_time_limit():
         assert watchdog.ends == float("inf")
     """)
     assert done.stdout == "3\n" and not done.stderr
+
+
+LEAVES = """
+import json, os, signal, subprocess, sys
+LEFT = []
+def load(split): return [{"question": "1", "answer": "1"}] * 20
+def messages(item): return [{"role": "user", "content": "1"}]
+def rewards(item, text):
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"])
+    open(__file__ + ".json", "w").write(json.dumps([os.getpid(), left.pid]))
+    os.kill(os.getpid(), getattr(signal, os.environ["BY"]))
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(("program", "by"), [
+    ("grpo_ref_split.py worker TASK={task} MODEL={model}", "SIGTERM"),
+    ("-m tasks {task} MODEL={model}", "SIGHUP"),
+])  # fmt: skip
+def test_no_child_of_a_task_outlives_a_program_that_a_signal_ends(program, by, tiny, tmp_path):
+    (file := tmp_path / "leaves.py").write_text(LEAVES)
+    command = [sys.executable, *program.format(task=file, model=tiny).split()]
+    environment = os.environ | {"BY": by}
+    options = {"cwd": Path(__file__).parent.parent, "env": environment, "timeout": 100}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, **options)
+    assert done.returncode and "ended by Ctrl-C" in done.stderr, done.stderr[-2000:]
+    _, left = json.loads((tmp_path / "leaves.py.json").read_text())
+    for _ in range(50):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(left).status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.1)
+                continue
+        return
+    raise AssertionError("the reward's process is still there")

@@ -55,11 +55,12 @@ MAY = {  # what a module may import of ours
     "root": {"root", "core", "option", "command", "task"},
     "core": {"core"},
     "option": {"core", "option"},
-    "command": {"core", "option", "command"},
+    "command": {"root", "core", "option", "command"},
     "task": {"task"},
 }
 CHOOSE = {  # who of the core names an option, within the function that switches it on
     "gpu.cuda_graph": "grpo.decoder",  # NVIDIA's GPU
+    "gpu.decoding": "grpo.sampler grpo.decode_attention",  # a GPU
     "gpu.nvidia": "grpo.models grpo.ranks",  # a GPU of NVIDIA's
     "gpu.sizes": "grpo.start",  # a GPU, and "auto"
     "gpu.varlen": "grpo.forward",  # NVIDIA's GPU, in bfloat16
@@ -72,6 +73,8 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "sampling.plain_decoder": "grpo.decoder",  # a model without a KV cache
     "sampling.stop_strings": "grpo.policy",  # STOP_STRINGS
     "sampling.vllm_policy": "grpo.policy grpo.prepare",  # SAMPLER, and what it needs
+    "training.evidence": "grpo.report",  # a check of log-probs has failed
+    "training.idle": "grpo.report",  # a step has nothing to train
     "training.lora": "grpo.policy grpo.reference",  # LORA_RANK
     "training.recut": "grpo.checkpoint",  # a checkpoint of another number of ranks
     "training.refresh": "grpo.start",  # REFERENCE_REFRESH_STEPS
@@ -79,6 +82,7 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "training.rounding": "grpo.engine",  # bfloat16
     "training.teacher": "grpo.reference",  # REFERENCE
     "turns.continued": "grpo.sampler",  # a task with reply()
+    "turns.counts": "grpo.metrics",  # a task with reply()
     "turns.tools": "grpo.task",  # a task with TOOLS
     "turns.turns": "grpo.rollout grpo.prepare grpo.rewards",  # a task with reply(), and its preview
     "workers.gate": "ref_server",

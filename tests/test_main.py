@@ -62,6 +62,23 @@ def test_a_second_main_in_a_process_has_nothing_of_the_first(tiny, tmp_path):
     launch(1, command_of("grpo_ref_split", *presets, unsaved), tmp_path / "log")
     kept = {path.name for path in (tmp_path / "unsaved").iterdir()}
     assert kept == {".lock", "run.json", "metrics.jsonl", "samples.jsonl"}
+    uses = [
+        json.loads(Path(preset["RUN_DIR"], "run.json").read_text())["uses"] for preset in presets
+    ]
+    threads = len(os.sched_getaffinity(0))
+    assert uses[1] == {
+        "ranks": 1,
+        "device": f"cpu, {threads} CPU threads a rank",
+        "dtype": "float32",
+        "sampler": "torch, SharedDecoder",
+        "attention": "packed, in buckets",
+        "loss": "in chunks, by torch",
+        "reference": "a copy of MODEL",
+        "rewards": "in the main thread",
+    }
+    assert uses[0] == uses[1] | {"reference": "none"}  # KL_BETA = 0
+    line = "; ".join(f"{name}: {what}" for name, what in uses[1].items())
+    assert line in (tmp_path / "log").read_text()
     task = {"REWARD_WEIGHTS": {"a": 2.0, "b": 1.0}, "OUTCOME": "b", "SAMPLE_BATCH": 80}
     none = {"REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward", "SAMPLE_BATCH": 64}
     for preset, own in zip(presets, (task, none), strict=True):
@@ -119,7 +136,10 @@ def test_what_ends_a_run_within_a_rollout_is_saved_with_the_updates_that_were_ma
     script.write_text(f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'tests')]}\n{text}")
     (rank,) = start_ranks(1, [sys.executable, script, "broken"], tmp_path / "log")
     assert rank.wait(120) == 1
-    assert "the sampler differs" in (tmp_path / "log").read_text()
+    text = (tmp_path / "log").read_text()
+    assert "the sampler differs\n" in text and f"step {at + 2}: its samples" in text
+    evidence = json.loads((tmp_path / f"run/bad_step_{at + 2:06d}.json").read_text())
+    assert evidence["why"] == "the sampler differs" and len(evidence["samples"]) == 16
     (saved,) = (tmp_path / "run").glob("step_*")
     state = json.loads((saved / "trainer/state.json").read_text())
     made = [r["step"] for r in records(tmp_path / "run") if "loss" in r]

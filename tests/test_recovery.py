@@ -120,7 +120,7 @@ def test_ranks_end_when_their_launcher_does(tiny, tmp_path, victim):
     ranks = ranks_of(launcher)
     assert len(ranks) == 2
     threads = max(1, len(os.sched_getaffinity(0)) // 2)  # not all cores for each
-    assert f"each rank uses {threads} threads" in Path(tmp_path / "log").read_text()
+    assert f"{threads} CPU threads a rank" in Path(tmp_path / "log").read_text()
     if victim == "Ctrl-C":
         os.killpg(launcher.pid, signal.SIGINT)
     else:

@@ -141,6 +141,9 @@ TWO_UNITS = [  # gold, answers with its number that are another quantity
     r"2\text{ h }45\text{ min}", "2-hour 45-minute", "1 gallon 2 quarts", "3 liters 5 ml",
     "1d 2h", "2 m 30", "3:30", "2 weeks & 3 days",
     "2 hours; 45 minutes", "2 hours plus 45 minutes", "1 decade 2 years", "2 tbsp 1 tsp",
+    "2 hours (and 45 minutes)", "2 hours and a quarter", "two hours and 45 minutes",
+    "1 hour and thirty minutes", "4 feet six inches", "30 degrees 15 minutes",
+    "2 dozen and 3", "3 quarters, 2 dimes",
 ]  # fmt: skip
 
 
@@ -162,6 +165,8 @@ def test_a_quantity_of_two_units_is_no_number_neither_as_gold_nor_as_an_answer(a
     ("3", "3 days 4 boxes"),
     ("18", "in 3 hours, 18"), ("18", "In 3 hours, 18 miles"), ("18", "After 2 days, 18 dollars"),
     ("18", "18 miles (in 2 h 45 min)"), ("5", "5 h"), ("2", "2 days"),
+    ("10", "10 pounds, 2 pounds each"), ("10", "10 pounds, 1 pound each"), ("8", "8 hours a day"),
+    ("2.5", "2 and a half hours"), ("2", "2 dozen"), ("8", "8 hours, one of them dark"),
 ])  # fmt: skip
 def test_a_second_number_that_is_not_of_the_quantity_stays_unread(gold, answer):
     assert correct(gold, f"<answer>{answer}</answer>")
@@ -171,6 +176,7 @@ def test_a_second_number_that_is_not_of_the_quantity_stays_unread(gold, answer):
 def test_units_of_two_sentences_or_lines_are_of_two_quantities():
     assert correct("18", "The answer is 18 dollars. 2 cups cost 4 dollars.")
     assert correct("18", "#### 18 hours\n30 min are left")
+    assert not correct("2", "<answer>2 hours\n45 minutes</answer>")  # of one answer
     assert correct("18", "<answer>18 feet. 3 inches were cut off</answer>")
 
 
@@ -191,6 +197,7 @@ HEAVY = [
     "9^9^9^9", "9^{9^{9^9}}", "9**9**9**9", "((9^9)^9)^9", "9" * 10_000, r"\sqrt{" * 500,
     "999999999!", r"10^{10^{10}}", r"\sum_{i=1}^{10^9} i", "(" * 10_000, "a" * 10_000,
     "<answer>" * 1000, "<<" * 2000, "1 or " * 2000, "#### " * 1000, "answer: " * 1000, "\n" * 5000,
+    "one " * 2500, "5 hours (and " * 999,
     r"\boxed{" * 1000, "<|im_end|> " * 1000 + "x", "1 " * 5000, "=" * 9000, "answer is " * 1000,
 ]  # fmt: skip
 

@@ -176,7 +176,7 @@ def samples_of(folder, group, recipe):
     policy = SimpleNamespace(tokenizer=tokenizer)
     run = a_run(recipe, policy=policy)
     trainer.set_advantages(recipe, [group])
-    report.RunFolder(folder).log_samples(run, group)
+    report.RunFolder(folder).log_samples(run, [group])
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 

@@ -20,7 +20,8 @@ from families import (
 from transformers import GenerationConfig
 
 from grpo.decoder import make_decoder
-from grpo.sampler import draw, race
+from grpo.options.gpu.decoding import race
+from grpo.sampler import draw
 
 # --- Every family ------------------------------------------------------------------
 

@@ -290,9 +290,8 @@ def previewed(tiny, capsys, messages=chat, template=None, **task):
     task.messages = messages
     item = {"question": "What is 6 * 7?", "answer": 42}
     own = {"TASK": "mine", "MODEL": "its name", "REWARD_WEIGHTS": None, "OUTCOME": None}
-    recipe = a_recipe(task=task, **own)
-    recipe.prompts.append((7, item, ids_of(recipe.c, task, item, tokenizer)))
-    recipe = recipe.resolved()
+    ids = ids_of(a_recipe(**own).c, task, item, tokenizer)
+    recipe = a_recipe([(7, item, ids)], task=task, **own).resolved()
     preview(recipe, tokenizer, 1)
     return capsys.readouterr().out
 

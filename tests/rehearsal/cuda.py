@@ -77,7 +77,8 @@ def nothing(*_, **__):
     pass
 
 
-A100 = SimpleNamespace(total_memory=MEMORY, major=8, minor=0, multi_processor_count=108)
+A100 = SimpleNamespace(name="A100", total_memory=MEMORY, major=8, minor=0)
+A100.multi_processor_count = 108
 TORCH_CUDA = {
     # the device
     "is_available": lambda: True,

@@ -87,8 +87,13 @@ def is_of_helper(error, folder):
 
 
 # --- The process -----------------------------------------------------------------------
+def set_stdout(file):
+    sys.stdout = file
+
+
 CHANGES = [  # of calls.shared_state: what, the call that changes it, how to do without, how to undo
     ("the process's folder", "chdir", "absolute paths, or cwd= of a subprocess", os.chdir),
+    ("sys.stdout", "stdout", "`with contextlib.redirect_stdout(...)`", set_stdout),
     ("torch's grad mode", "set_grad_enabled", "`with torch.no_grad()`", "set_grad_enabled"),
     ("torch's default dtype", "set_default_dtype", "dtype=", "set_default_dtype"),
 ]
@@ -98,7 +103,7 @@ logged = set()  # (file, call)
 def restore(file, before, now):
     """Undoes what a task has changed in calls.shared_state, and logs each kind once."""
     torch = sys.modules.get("torch")
-    before += () if before[1:] else (True, torch and torch.float32)  # as it is imported
+    before += () if before[2:] else (True, torch and torch.float32)  # as it is imported
     for (what, call, instead, undo), old, new in zip(CHANGES, before, now, strict=False):
         if old == new or not old:
             continue

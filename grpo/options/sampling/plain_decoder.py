@@ -8,6 +8,7 @@ from grpo.models import padded
 
 class PlainDecoder:
     joins, compaction = False, 8
+    cost = ' (each token runs the whole sequence again: SAMPLER = "vllm" avoids that)'
 
     def __init__(self, model):
         self.model, self.sequences = model, []

@@ -67,6 +67,11 @@ class VLLMPolicy:
         self.llm.apply_model(functools.partial(mask_padding, vocab_size=self.vocab_size))
         self.rest()
 
+    def describe(self, c):
+        import vllm
+
+        return f"vLLM {vllm.__version__}"
+
     # --- Sampling ---------------------------------------------------------------------
     def stream(
         self, prompts, *, group_size, max_sequences, seed, max_new_tokens, temperature,

@@ -7,8 +7,6 @@ as a new prompt does, all ids in one pass.
 
 from dataclasses import replace
 
-import torch
-
 LONGEST, SHARE = 64, 1 / 4  # of a reply: tokens, and share of the prompt; chosen, not measured
 
 
@@ -39,7 +37,5 @@ def continue_rows(running, decoder, prompts):
         running.forced |= {row: reply} if reply else {}
         lengths[row] = len(old) - 1 - len(was.prompt)  # the last id has not been run
     if lengths:
-        decoder = getattr(decoder, "decoder", decoder)  # of one that is recorded
-        decoder.lengths = [lengths.get(i, n) for i, n in enumerate(decoder.lengths)]
-        decoder.columns = torch.tensor(decoder.lengths, device=running.ends.device)
+        decoder.rewind(lengths)
     return others

@@ -201,7 +201,7 @@ def stream_turns(policy, recipe, prompts, *, group_size, max_sequences, max_new_
     limits = {"max_sequences": max_sequences, "max_new_tokens": max_new_tokens}
     try:
         for begun, (turn,) in policy.stream(chats.begin(), group_size=1, **limits, **settings):
-            chats.take(begun.pop(), turn)  # any one: a group's are equal before their first turn
+            chats.take(begun, turn)
             while chats.ended:
                 yield chats.ended.popleft()
         while chats.asked:  # that ended when no turn was left to sample
@@ -226,8 +226,8 @@ class Conversations:
         self.running, self.quick = 0, True  # sequences now; whether all replies were quick
 
     def begin(self):
-        """Yields a Prompt, whose key lists the conversations that begin a turn: one that goes on,
-        or a group's for their first turn, whose prompt runs once; None if no turn can begin."""
+        """Yields a Prompt, whose key has the conversations that begin a turn: one that goes on, or
+        a group's for their first turn, whose prompt runs once; None if no turn can begin."""
         while True:
             self.hear()
             room = self.most - self.running >= self.group_size
@@ -235,15 +235,15 @@ class Conversations:
                 chat = self.ready.popleft()
                 self.running += 1
                 ids, limit = chat.prompt.ids + chat.ids, self.limit - len(chat.ids)
-                yield Prompt([chat], ids, limit=limit)
+                yield Prompt((chat,), ids, limit=limit)
             elif room and (prompt := next(self.prompts, None)):
                 group, opening = [], self.recipe.opening(prompt.ids)
                 for _ in range(self.group_size):
-                    environment = Environment(self.recipe, prompt.key[1])
+                    environment = Environment(self.recipe, prompt.key.item)
                     group.append(Conversation(prompt, group, environment, opening=opening))
                 self.open += group
                 self.running += self.group_size
-                yield Prompt(group[::-1], prompt.ids, self.group_size, self.limit)
+                yield Prompt(tuple(group), prompt.ids, self.group_size, self.limit)
             elif self.asked and not self.running:
                 self.wait()
             else:
@@ -255,8 +255,10 @@ class Conversations:
             answers = [answer for _, answer, *_ in self.asked]
             wait(answers, max(0, self.left(self.asked[0][2])), FIRST_COMPLETED)
 
-    def take(self, chat, turn):
-        """Adds a sampled turn to its conversation, and asks its environment for the reply."""
+    def take(self, begun, turn):
+        """Adds a sampled turn to its conversation, and asks its environment for the reply. Of a
+        group that has `begun` it is any without a turn: they are equal until then."""
+        chat = begun[0] if len(begun) == 1 else next(c for c in begun if not c.ids)
         self.running -= 1
         chat.add(turn.ids, turn.logps, True, chat.opening + self.policy.text(turn))
         if turn.truncated:
@@ -294,7 +296,7 @@ class Conversations:
 
     def too_slow(self, chat):
         call = "reply()" if chat.sample is None else "Environment.rewards() or close()"
-        call += f" for {chat.prompt.key[1]!r:.500} after {chat.turns!r:.500}"
+        call += f" for {chat.prompt.key.item!r:.500} after {chat.turns!r:.500}"
         slow = TooSlow(call, self.recipe.c.REWARD_TIMEOUT_SECONDS)
         raise mistake(self.recipe.c.TASK, call, "", error=slow)
 

@@ -12,7 +12,7 @@ def sample_proof(policy, recipe):
     """Returns (prompt, completion) ids: the first prompt, and what the policy samples after it at
     temperature 1, as far as there is room; no EOS ends it. Rounding is larger in other text, and
     few tokens may not reveal a stale layer."""
-    prompt = recipe.prompts[0][2]
+    prompt = recipe.prompts[0].ids
     room = recipe.c.MAX_PROMPT_TOKENS + recipe.c.MAX_COMPLETION_TOKENS - len(prompt)
     ((completion,),) = sample_groups(
         policy.model,

@@ -42,7 +42,7 @@ class Workers:
     def __init__(self, c, recipe, policy, run):
         """`c` has the trainer's constants as attributes, `run` is the run's name."""
         self.c, self.recipe, self.policy, self.run = c, recipe, policy, run
-        self.prompts = {prompt[0]: prompt for prompt in recipe.prompts}
+        self.questions = {question.index: question for question in recipe.prompts}
         self.lock = threading.Lock()
         self.record = None  # of the newest policy
         self.groups = deque()  # the groups that wait to be trained, oldest first
@@ -88,7 +88,7 @@ class Workers:
         if group.run != self.run or group.version > record["version"]:
             return {"refused": "its policy is of another run, or of steps that were undone"}
         self.check(group)
-        group.item = self.prompts[group.index][1]
+        group.item = self.questions[group.index].item
         for sample in group.samples:
             sample.total = total_of(self.recipe, sample)
         group.skipped = bool(tally(self.recipe, group)["skipped"])
@@ -102,11 +102,11 @@ class Workers:
 
     def check(self, group):
         """Raises ValueError if this is not a group that the trainer could have sampled."""
-        recipe, (*_, prompt) = self.recipe, self.prompts.get(group.index, [None])
+        recipe, question = self.recipe, self.questions.get(group.index)
         names = list(group.samples[0].rewards)
         same = (names, group.outcome) == (list(recipe.weights), recipe.outcome)
         same = same and len(group.samples) == self.c.GROUP_SIZE
-        if not same or prompt != group.prompt:
+        if not same or not question or question.ids != group.prompt:
             raise ValueError("the group does not have the prompt, rewards or size of this run")
         if max(group.ids) >= self.policy.vocab_size:
             raise ValueError("the group has ids that the tokenizer does not have")

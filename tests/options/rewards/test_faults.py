@@ -38,10 +38,8 @@ def recipe(tmp_path, monkeypatch):
     def make(code):
         file = tmp_path / f"task{len(list(tmp_path.iterdir()))}.py"
         file.write_text(f"{HEAD}\n{code}")
-        recipe = a_recipe(task=load_task(str(file)), TASK=str(file), REWARD_WEIGHTS={"reward": 1})
-        recipe.outcome, recipe.weights = "reward", {"reward": 1.0}
-        recipe.submit = start_loop(recipe.task, 9)
-        return recipe
+        own = {"TASK": str(file), "REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward"}
+        return a_recipe(task=(task := load_task(str(file))), submit=start_loop(task, 9), **own)
 
     return make
 
@@ -131,6 +129,7 @@ def test_a_helper_that_is_missed_in_a_reward_is_named_with_the_cure(line, recipe
 CHANGES = {
     "os.chdir(tempfile.mkdtemp())": "folder",
     "exec('os.chdir(tempfile.mkdtemp()); os.rmdir(os.getcwd())')": "",
+    "import sys; sys.stdout = open(os.devnull, 'w')": "sys.stdout",
     "torch.set_grad_enabled(False)": "grad mode",
     "torch.set_default_dtype(torch.float64)": "default dtype",
 }
@@ -153,6 +152,8 @@ def test_what_a_task_changes_in_the_process_is_undone_and_named_once(place, chan
     state = os.getcwd(), torch.is_grad_enabled(), torch.get_default_dtype()
     task = recipe(PLACES[place].format(change))
     for _ in range(2):
+        task.prompts.append((0, {"question": "?"}, [5, 6]))
+        task.others(REWARD_WEIGHTS=None, OUTCOME=None).resolved()
         load_chat(task.c.TASK, task.task, load_items(task.c.TASK, task.task, "train")[0])
         gold_of(task, {"answer": "1"}, "")
         rewarded(task)

@@ -274,7 +274,7 @@ def test_ranks_sample_and_resume(constants, tmp_path, ranks, changes):
     assert "resumes" in output and "Traceback" not in output
     chatter = [line for line in output.splitlines() if re.search("vllm", line)]
     assert not chatter
-    threads = re.findall(r"each rank uses (\d+) threads", output)
+    threads = re.findall(r"(\d+) CPU threads a rank", output)
     assert set(threads) == {str(max(1, len(os.sched_getaffinity(0)) // ranks))}
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,9 +12,9 @@ from fakes import a_recipe, one_reward, sampled
 from test_turns import Actor
 
 from grpo.calls import TaskError, TooSlow
-from grpo.metrics import turn_metrics
 from grpo.models import prompt_ids
 from grpo.options.turns import tools as module
+from grpo.options.turns.counts import turn_metrics
 from grpo.options.turns.tools import give_tools
 from grpo.options.turns.turns import bridge, play
 from grpo.options.workers.shared_settings import settings_of
@@ -241,7 +242,8 @@ def test_whatever_a_tool_returns_or_raises_becomes_a_text(tokenizer, make, told)
         assert sample.tool_calls == (1, int(told.startswith("error")))
 
 
-def test_a_tool_does_not_hide_its_time_limit_nor_ctrl_c():
+def test_a_tool_does_not_hide_its_time_limit_nor_ctrl_c(monkeypatch):
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.default_int_handler)
     for error in (KeyboardInterrupt(), TooSlow("odd", 1)):
         with pytest.raises(type(error)):  # in the main thread, as in the preview
             a_task(tool_of(raising(error))).Environment({}).reply(call("odd", "{}"))

@@ -23,7 +23,7 @@ from grpo.options.sampling.stop_strings import StopStrings
 from grpo.options.turns import continued
 from grpo.options.turns.continued import continue_rows
 from grpo.options.turns.turns import bridge, play, show_turns
-from grpo.sample import Prompt, Sample
+from grpo.sample import Prompt, Question, Sample
 from grpo.sampler import next_prompts
 from grpo_loss_triton import linear_logps
 from plot import show_samples
@@ -44,7 +44,7 @@ def policy(tiny):
 
 def prompts(tokenizer, *secrets):
     ids = prompt_ids(tokenizer, [USER])
-    return [(i, {"secret": secret}, ids) for i, secret in enumerate(secrets)]
+    return [Question(i, {"secret": secret}, ids) for i, secret in enumerate(secrets)]
 
 
 class Actor:
@@ -256,16 +256,16 @@ def test_a_task_cannot_change_what_was_said(tokenizer):
 
 def test_a_prompt_that_begins_with_another_conversation_takes_a_row_of_its_own():
     """It has another limit, which that row does not leave."""
-    running = sampler.Running(8, {9}, None, torch.device("cpu"))
+    running, rewound = sampler.Running(8, {9}, None, torch.device("cpu")), []
     running.add([Prompt(0, [1, 2], limit=8)], 1)
     for token in (5, 6, 9):
         list(running.write(torch.tensor([token]), torch.zeros(1)))
-    decoder = SimpleNamespace(lengths=[3])
+    decoder = SimpleNamespace(rewind=rewound.append)
     prompt = [1, 2, 5, 6, 9, 7]
     other, same = Prompt("other", prompt, limit=8), Prompt("the same", prompt, limit=4)
     assert continue_rows(running, decoder, [other]) == [other]
     assert continue_rows(running, decoder, [same]) == []
-    assert running.forced == {0: [7]} and decoder.lengths == [2]
+    assert running.forced == {0: [7]} and rewound == [{0: 2}]
 
 
 # --- A real model -----------------------------------------------------------------------
@@ -375,7 +375,7 @@ def test_samples_tell_turns_apart(group, alone, tmp_path, capsys, tokenizer):
     )
     run = a_run(recipe, policy=SimpleNamespace(tokenizer=tokenizer))
     trainer.set_advantages(recipe, [group])
-    report.RunFolder(tmp_path).log_samples(run, group)
+    report.RunFolder(tmp_path).log_samples(run, [group])
     lines = (tmp_path / "samples.jsonl").read_text().splitlines()
     best, worst = sorted(map(json.loads, lines), key=lambda line: "42" in line["completion"])
     assert worst["turns"] == ["<think>40+2</think>", "42", "<answer>42</answer><|im_end|>"]
@@ -388,7 +388,7 @@ def test_an_evaluation_counts_the_models_tokens_and_turns(tokenizer, alone):
     actor = Actor(tokenizer, ["<think>40+2</think>", "<answer>42</answer>"])
     actor.follow = lambda step: trainer.stop.listening()
     item = {"question": "?", "answer": "42"}
-    prompt = [(0, item, prompt_ids(tokenizer, [USER]))]
+    prompt = [Question(0, item, prompt_ids(tokenizer, [USER]))]
     constants = {"REWARD_WEIGHTS": {"correctness": 1.0}, "MAX_COMPLETION_TOKENS": 60}
     recipe = a_recipe(prompt, task=calculator, **constants)
     recipe = recipe.others(GROUP_SIZE=1, TEMPERATURE=0)

@@ -1,0 +1,51 @@
+"""What a run says that it uses, on models that lack something."""
+
+from types import SimpleNamespace
+
+import pytest
+from fakes import a_recipe, tiny_policy
+from families import tiny_model
+
+from grpo.forward import CompletionModel
+from grpo.start import make_reference, uses_of
+
+CACHED, PLAIN = "torch, CachedDecoder", "torch, PlainDecoder (each token runs the whole sequence"
+PADDED, WHOLE = "each completion with its prompt", "all logits at once"
+
+
+@pytest.mark.parametrize("family, expected", [
+    ("qwen2", {"sampler": "torch, SharedDecoder", "loss": "in chunks, by torch"}),
+    ("gemma2", {"sampler": CACHED, "attention": "packed, in buckets", "loss": WHOLE}),  # soft-caps
+    ("bloom", {"sampler": CACHED, "attention": PADDED, "loss": "in chunks, by torch"}),
+    ("mamba", {"sampler": PLAIN, "attention": PADDED}),  # no KV cache
+])  # fmt: skip
+def test_what_a_model_can_not_do_is_not_what_a_run_uses(tiny, alone, family, expected):
+    policy, recipe = tiny_policy(tiny), a_recipe(MAX_PROMPT_TOKENS=9)
+    policy.model = tiny_model(family)
+    engine = SimpleNamespace(module=CompletionModel(policy.model))
+    reference = SimpleNamespace(what="a copy of MODEL")
+    uses = uses_of(recipe.c, policy, policy, engine, recipe, reference)
+    assert uses["sampler"].startswith(expected.pop("sampler"))
+    assert uses | expected == uses and uses["dtype"] == "float32"
+    unfused = recipe.c.but(FUSED_LOSS=False)
+    assert uses_of(unfused, policy, policy, engine, recipe, reference)["loss"] == WHOLE
+
+
+class Environment:
+    def rewards(self, turns):
+        return 1.0
+
+
+@pytest.mark.parametrize("task, submit, where", [
+    ({}, None, "in the main thread"),
+    ({}, lambda *_: None, "beside the sampling"),  # async def rewards
+    ({"Environment": Environment}, None, "beside the sampling"),
+])  # fmt: skip
+def test_where_rewards_run(tiny, alone, task, submit, where):
+    policy, own = tiny_policy(tiny, lora_rank=2), {"LORA_RANK": 2, "KL_BETA": 0.1}
+    recipe = a_recipe(task=SimpleNamespace(**task), submit=submit, **own)
+    reference = make_reference(recipe.c, policy, None)
+    engine = SimpleNamespace(module=CompletionModel(policy.model))
+    uses = uses_of(recipe.c, policy, policy, engine, recipe, reference)
+    assert uses["rewards"] == where
+    assert uses["reference"] == "the policy's model without its adapters"
