@@ -62,7 +62,6 @@ def check_read_in_full(bias):
     assert end * bias.element_size() <= bias.untyped_storage().nbytes(), "read beyond its memory"
 
 
-# --- torch.nn.attention.varlen --------------------------------------------------------
 def varlen_parts(query, key, value, ends, others, scale, window, aligned="end"):
     """Returns (tokens, heads, width): FlashAttention's variable-length attention, part by part.
     `aligned` "start" has a causal mask's corner at a part's first key: a kernel that is wrong."""

@@ -138,8 +138,7 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path, alone):
 
 
 def test_a_resumed_run_maps_its_optimiser_and_does_not_hold_it_twice(tmp_path, alone, monkeypatch):
-    """With DeepSpeed's offloading engine the peak was 11.6 bytes a parameter above its 18, and
-    killed the process; mapped from the file it is 1.6."""
+    """Its peak was 11.6 bytes a parameter above DeepSpeed's 18; mapped from the file it is 1.6."""
     save(tmp_path, 1)
     found, load = [], torch.load
     monkeypatch.setattr(torch, "load", lambda *a, **how: found.append(how) or load(*a, **how))
@@ -271,8 +270,7 @@ class Unsavable:
 
 @pytest.mark.parametrize("part", ["model", "optimiser", "state"])
 def test_a_disk_that_fills_up_while_a_checkpoint_is_saved_is_named(part, tmp_path, alone, request):
-    """The optimiser is larger than a process may write here, as on a full disk: torch's error
-    is "unexpected pos"."""
+    """The optimiser is larger than a process may write here: torch's error is "unexpected pos"."""
     engine = FakeEngine()
     engine.state_dict = lambda: {"rank": torch.zeros(10**6 if part == "optimiser" else 1)}
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)

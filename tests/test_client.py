@@ -57,8 +57,7 @@ def test_a_server_that_is_not_there_is_waited_for_until_the_limit(clock, capsys)
     "failure, seconds", [("cut off", 3000), ("no room", 2000), ("hangs", 2000)]
 )
 def test_the_limit_counts_from_the_first_failure_on(clock, failure, seconds):
-    """A request that was cut off failed at that moment: the server may have scored until then. One
-    that was refused for want of room, or never answered, has waited since it was sent."""
+    """A request that was cut off failed then; one that got no room or no answer has waited."""
 
     def slow(*_, timeout, **__):
         assert None not in timeout  # or it would hang with the server

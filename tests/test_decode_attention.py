@@ -23,8 +23,7 @@ def some(queries, keys, width=8, dtype=torch.float32):
 
 @pytest.mark.parametrize("mask", [False, True])
 def test_both_kinds_of_attention_give_the_same_and_its_sums(mask):
-    """PyTorch's kernel for CPUs, and what other devices and capped scores take. The kernel goes by
-    blocks of 512 keys: here some are hidden as a whole."""
+    """The kernel goes by blocks of 512 keys: here some are hidden as a whole."""
     query, keys, values = some(4, 1100)
     where = torch.zeros(3, 1, 1, 1100, dtype=torch.bool)
     where[0, ..., 50:] = where[1, ..., :1099] = True
@@ -37,7 +36,6 @@ def test_both_kinds_of_attention_give_the_same_and_its_sums(mask):
     torch.testing.assert_close(uncapped[1], scores.logsumexp(-1).float(), rtol=0, atol=1e-4)
 
 
-# --- A decoder's trial finds a kernel that is wrong ----------------------------------
 def of_another_layout(*arguments, **settings):
     out, log_sums, *rest = efficient_attention(*arguments, **settings)
     return out.transpose(1, 2).reshape(out.shape), log_sums, *rest

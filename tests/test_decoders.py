@@ -24,7 +24,6 @@ from grpo.decoder import is_right, make_decoder
 from grpo.options.sampling.plain_decoder import PlainDecoder
 from grpo.shared_prompt import SharedDecoder
 
-# --- Decoders ----------------------------------------------------------------------
 SHARING = {"qwen2", "llama", "qwen3", "gemma", "gpt2", "opt", "mixtral", *WIDE}
 
 

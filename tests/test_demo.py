@@ -104,9 +104,8 @@ def test_a_tiny_model_of_a_task_with_turns_is_trained_with_its_preset(name, tmp_
 
 @pytest.mark.long
 def test_the_demo_ends_all_that_it_started(tmp_path):
-    """Also where Ctrl-C is ignored, as by what a shell script runs with an `&`. One is
-    ended while server and trainer still start, the other while it trains. Two demos at once, as
-    most of their time is spent on imports."""
+    """Also where Ctrl-C is ignored, as by a shell's `&`. One is ended while server and trainer
+    still start, the other while it trains; at once, as most of their time is spent on imports."""
     hows = {signal.SIGINT: tmp_path / "int", signal.SIGTERM: tmp_path / "term"}
     demos = {how: start_demo(folder, steps=10_000) for how, folder in hows.items()}
     for how, process in demos.items():

@@ -14,7 +14,6 @@ SCRIPTS = ("grpo_ref_split.py", "ref_server.py")
 pages = pytest.mark.parametrize("page", TEXT)
 
 
-# --- The README, links, files ---------------------------------------------------------
 def anchors(page):
     """Returns the names that GitHub gives a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
@@ -70,7 +69,6 @@ def test_architecture_names_every_file_of_the_package():
         assert path.name == "__init__.py" or path.name in text, path
 
 
-# --- Constants ------------------------------------------------------------------------
 def constants_of(script):
     """Returns {constant: whether a comment in the script explains it}."""
     text, found = (ROOT / script).read_text(), {}
@@ -108,7 +106,6 @@ def test_every_constant_is_explained():
             assert commented or name in named, f"{name} of {script}: a comment, or a word in docs"
 
 
-# --- Commands -------------------------------------------------------------------------
 IN_TASKS = "tests/test_tasks.py", "module.main(made[2])"
 RUN = {  # the file that runs a command, or the same with other constants; the words that do it
     "make demo": ("tests/test_demo.py", '"demo.py", "1"'),

@@ -60,7 +60,6 @@ def test_sums_over_ranks_keep_what_is_negative_or_known_to_one_rank_alone(ranks)
     assert totals == [{"reward": -1.0, "groups": 2, "flat": -1}] * 2
 
 
-# --- In a step, and in an evaluation --------------------------------------------------------
 def broken_on(rank, recipe, after):
     """-> the recipe, whose rewards raise on rank 1 after so many completions."""
     calls, rewards = [], recipe.task.rewards

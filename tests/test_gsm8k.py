@@ -8,7 +8,6 @@ from processes import python
 from tasks import gsm8k
 from tasks.gsm8k import CORRECT, FORMATTED, WRONG, rewards
 
-# --- Format ------------------------------------------------------------------------
 GSM8K = Path(__file__).resolve().parents[2] / "shared/data/gsm8k"
 
 
@@ -52,9 +51,6 @@ def test_the_format_is_one_thought_and_one_answer():
 def test_an_answer_that_looks_again_is_counted_and_not_rewarded(text, again):
     assert rewards({"answer": "18"}, text)["looks_again"] is again
     assert gsm8k.REWARD_WEIGHTS["looks_again"] == 0
-
-
-# --- Data, and the file itself -----------------------------------------------------
 
 
 def test_importing_a_task_imports_neither_torch_nor_datasets_nor_sympy():

@@ -38,7 +38,6 @@ def test_the_group_s_rewards_and_the_updates_are_set_in_the_command(capsys):
         learn.main(REWARDS="1 1 0")
 
 
-# --- The page and the script --------------------------------------------------------------
 def test_every_block_of_the_page_is_printed(printed):
     blocks = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
     assert len(blocks) == printed.count("--- ")
@@ -96,7 +95,6 @@ def test_the_broken_runs_can_start(monkeypatch):
         assert load_task(constants["TASK"]).REWARD_WEIGHTS
 
 
-# --- Pictures -----------------------------------------------------------------------------
 def test_the_pictures_are_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(learn_pictures, "FOLDER", tmp_path)
     learn_pictures.main()

@@ -50,8 +50,7 @@ def task_of(folder, name, text):
 
 
 def test_a_second_main_in_a_process_has_nothing_of_the_first(tiny, tmp_path):
-    """It had the first task's REWARD_WEIGHTS and OUTCOME, the sizes that "auto" stood for, and all
-    that the first preset set."""
+    """It had the first one's REWARD_WEIGHTS, OUTCOME, sizes and preset."""
     shared = {k: v for k, v in SMALL.items() if k not in ("SAMPLE_BATCH", "MICRO_BATCH_TOKENS")}
     shared |= {"MODEL": str(tiny), "STEPS": 1, "PROMPTS_PER_STEP": 1}
     first = {"GROUP_SIZE": 80, "KL_BETA": 0, "TEMPERATURE": 0.9, "LORA_RANK": 4}
@@ -129,8 +128,7 @@ trainer.main(**PRESET)
 def test_what_ends_a_run_within_a_rollout_is_saved_with_the_updates_that_were_made(
     at, tiny, tmp_path
 ):
-    """At the second update of a rollout the first counts, at the first the rollout is sampled again
-    and the run ends as one that never stopped."""
+    """At the second update of a rollout the first counts; at the first all is sampled again."""
     preset = SMALL | {"MODEL": str(tiny), "TASK": "even", "KL_BETA": 0, "STEPS": 5}
     preset |= {"UPDATES_PER_ROLLOUT": 2, "RUN_DIR": str(tmp_path / "run"), "LEARNING_RATE": 1e-2}
     script = tmp_path / "script.py"

@@ -78,8 +78,7 @@ def fits(size, gpu):
 
 @presets
 def test_a_preset_fits_its_gpus_and_what_saves_memory_is_needed(name):
-    """With the smallest sizes, as computed: LoRA where full training does not fit, with the
-    optimiser in RAM neither."""
+    """As computed: LoRA where full training does not fit, with the optimiser in RAM neither."""
     gpu, _, servers = LAYOUTS[name]
     c, m, size, server = memory.of_preset(name)
     assert fits(size, gpu) and (not servers or fits(server, servers))
@@ -92,7 +91,6 @@ def test_a_preset_fits_its_gpus_and_what_saves_memory_is_needed(name):
     assert [f"{number:.1f}" for number in expected] == re.findall(r"(\d+\.\d) GB", told)
 
 
-# --- Without a preset -------------------------------------------------------------------
 def advice(capsys, monkeypatch, gpus, gb):
     """-> the commands that a trainer logs on such a machine, where no server answers."""
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
@@ -119,7 +117,6 @@ def test_a_trainer_alone_on_one_gpu_names_two_commands_that_fit_it(gb, capsys, m
     assert not advice(capsys, monkeypatch, 2, gb) and not advice(capsys, monkeypatch, 1, 4.0)
 
 
-# --- The docs -------------------------------------------------------------------------
 def test_the_numbers_of_the_docs_are_those_that_the_benchmark_prints(capsys):
     memory.print_all()
     printed = capsys.readouterr().out.splitlines()

@@ -41,7 +41,6 @@ def test_the_gradient_is_the_same_however_the_step_is_cut(ranks, tiny, tmp_path)
         assert 0 < first["clip_ratio/high_mean"] < 1
 
 
-# --- Who has gone -----------------------------------------------------------------------
 SCRIPT = """
 import sys, time
 from datetime import timedelta

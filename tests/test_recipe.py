@@ -12,7 +12,6 @@ from grpo.rollout import Stream
 from grpo.task import load_questions, load_split
 
 
-# --- Prompts -----------------------------------------------------------------------
 def test_ranks_share_each_epoch_without_overlap():
     prompts = list(range(10))
     ranks = [list(islice(Stream(prompts, 0, rank, 3), 10)) for rank in range(3)]

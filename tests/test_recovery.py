@@ -173,8 +173,7 @@ def test_workers_come_and_go_and_find_a_trainer_that_resumes(tiny, tmp_path):
 
 
 def test_a_refreshed_reference_is_the_policy_of_its_step_also_where_the_run_resumes(tiny, tmp_path):
-    """Bit for bit: a resumed run that had MODEL as its reference again learned something else.
-    With adapters: test_reference.py."""
+    """Bit for bit: with MODEL as its reference again it would learn something else."""
     shared = preset_of(tiny, "", None, EVAL_STEPS=0, REFERENCE_REFRESH_STEPS=2)
     folders = {name: tmp_path / name for name in ("whole", "halves", "fixed")}
     presets = [

@@ -109,8 +109,7 @@ def metrics_of(recipe, group):
 
 
 def test_a_step_samples_in_rounds_until_it_has_enough(alone):
-    """The first begins 3 groups, as nothing was flat so far; the second makes up for two of them,
-    and for a flat one among those."""
+    """The first begins 3 groups; the second makes up for two of them, and flat ones among those."""
     outcomes, engine = [MIXED, ALL_WRONG, ALL_RIGHT, *[MIXED] * 20], FakeEngine()
     groups, metrics, _ = take_step(outcomes, engine=engine)
     begun = [n for n in engine.asked if n]
@@ -120,8 +119,7 @@ def test_a_step_samples_in_rounds_until_it_has_enough(alone):
 
 @pytest.mark.parametrize("skip, trained", [(False, [0, 1, 2]), ("reward", [0, 2, 3])])
 def test_flat_groups_are_trained_when_asked(alone, skip, trained):
-    """All of them; or, as TRL does, those that differ in format alone: not those of equal totals,
-    though their outcomes differ."""
+    """All; or, as TRL does, those that differ in format alone, not those of equal totals."""
     equal, engine = [(1.0, -1.0), (-1.0, 3.0)], FakeEngine()  # 2 x correctness + format
     outcomes = [ALL_WRONG, equal, ALL_RIGHT, *[MIXED] * 9]
     groups, metrics, _ = take_step(outcomes, engine=engine, SKIP_FLAT_GROUPS=skip)
@@ -151,8 +149,7 @@ def test_ranks_share_the_prompts_of_a_step(alone, monkeypatch):
 
 
 def test_the_references_log_probs_come_with_the_groups_that_are_trained(alone, tmp_path):
-    """Each group is given away when it is complete; flat ones cost the reference nothing, and are
-    logged all the same."""
+    """Of a group when it is complete; flat ones cost the reference nothing, and are logged."""
     reference, outcomes = Reference(), [MIXED, ALL_WRONG, MIXED, MIXED]
     groups, _, sampled = take_step(outcomes, reference=reference)
     assert [g.index for g in groups] == reference.asked == [0, 2, 3]

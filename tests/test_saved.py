@@ -59,8 +59,7 @@ def test_a_generation_config_that_is_not_valid_costs_no_run(tiny, tmp_path, cont
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_answers_end_where_those_of_the_run_did_and_are_drawn_as_there(tiny, tmp_path, rank):
-    """Also after a merge. top_p is not what was trained. The model draws STOP next, which
-    only STOP_TOKENS makes an end."""
+    """Also after a merge. The model draws STOP next, which only STOP_TOKENS makes an end."""
     folder = with_file(tiny, tmp_path / "model", {"do_sample": True, "top_p": 0.8})
     policy = tiny_policy(folder, lora_rank=rank, stop_tokens=[STOP])
     (stop,) = policy.eos_ids - {EOS}
@@ -93,7 +92,6 @@ def test_what_can_not_be_saved_ends_the_run_before_its_first_step(tiny, tmp_path
                     try_save(c, policy)
 
 
-# --- Who may read it ------------------------------------------------------------------
 @pytest.mark.parametrize("mask, mode", [(0o002, 0o664), (0o077, 0o600)])
 def test_all_files_have_the_mode_that_the_umask_gives(
     tiny, tmp_path, alone, monkeypatch, mask, mode
@@ -125,8 +123,7 @@ def test_all_files_have_the_mode_that_the_umask_gives(
 @pytest.mark.parametrize("load", [load_tokenizer, load_base_tokenizer])
 @pytest.mark.parametrize("name", ["model.safetensors", ""])
 def test_a_file_that_this_user_can_not_read_is_named(tiny, tmp_path, monkeypatch, load, name):
-    """safetensors reports that there is no such file. Root may read all files, so the test
-    refuses what the system would refuse another user."""
+    """safetensors reports that there is no such file. Root may read all, so the test refuses."""
     there = Path(shutil.copytree(tiny, tmp_path / "model"), name)
     refuse = PermissionError(13, "Permission denied", str(there))
 

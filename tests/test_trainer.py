@@ -125,8 +125,7 @@ PLAIN = {"KL_BETA": 0, "MASK_TRUNCATED": False}
 
 
 def first_update(policy, sampler, *, temperature=1.0, noise=0.0):
-    """-> the metrics of an update of `policy` on what `sampler` has sampled, with noise of that sd
-    in its log-probs."""
+    """-> the metrics of an update on what `sampler` has sampled, with noise in its log-probs."""
     task = SimpleNamespace(
         rewards=lambda item, text: {"correctness": float(len(text) % 3), "format": 1.0}
     )

@@ -51,8 +51,7 @@ VALID = pack_group(make_group())
 # --- Round trips ------------------------------------------------------------------------
 @pytest.mark.parametrize("mask", [None, [True, False, True]])
 def test_a_group_comes_back(mask):
-    """The ids themselves: those of a text that is tokenised again may be others. Its item, texts
-    and what the trainer has added stay where they are."""
+    """The ids themselves; its item, texts and what the trainer has added stay where they are."""
     for name in ("a", "å" * 200, "组-0001", "with space"):
         group = make_group(id=name, run=name, sampler=name)
         group.samples[0].is_model_token, group.samples[1].tool_calls = mask, (5, 2)

@@ -35,7 +35,6 @@ def test_adapters_travel_to_a_model_with_adapters():
         dict(merge_adapters(tiny_model("gpt2"), trained_weights(mine)))
 
 
-# --- Merged to sample ----------------------------------------------------------------
 def state_of(model):
     """Returns what may not change: each parameter's identity, memory and values, and the layers."""
     tensors = {name: (id(p), p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
@@ -53,8 +52,7 @@ def assert_as_before(model, before):
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "llama", "opt"])
 def test_merged_adapters_compute_what_the_model_with_adapters_does(family):
-    """W + 2 B A; in another model, or for a while in plain layers of the same. GPT-2 has its
-    matrices transposed, the square ones too."""
+    """W + 2 B A, also of GPT-2, which has its matrices transposed, the square ones too."""
     model, base = with_adapters(tiny_model(family)), tiny_model(family)
     expected, before = model(IDS).logits, state_of(model)
     assert (base(IDS).logits - expected).abs().max() > 0.1

@@ -17,7 +17,6 @@ from grpo.options.training.recut import ADAM, WEIGHTS, recut
 from grpo.rollout import Stream
 
 
-# --- Joined and cut ---------------------------------------------------------------------
 def row_of(rank, world, number):
     """-> a rank's part of `number` parameters, 1 2 3 ..., in ZeRO-2: padded to an even size."""
     size = -(-number // (2 * world)) * 2
@@ -66,8 +65,7 @@ def test_a_rank_gets_what_it_would_have_had_in_a_run_of_that_many_ranks(
 
 @pytest.mark.parametrize("steps, world", [((3, 5), 1), ((4,), 2), ((3, 5), 3), ((6, 2, 4), 2)])
 def test_the_data_goes_on_at_the_lowest_position(steps, world, tmp_path, monkeypatch, capsys):
-    """`steps` are the prompts that each rank has seen. What lies before the lowest position has
-    been seen by all; the log counts what is seen again."""
+    """`steps` are the prompts that each rank has seen; the log counts what is seen again."""
     prompts, before = list(range(50)), len(steps)
     order = list(zip(range(50), Stream(prompts, 0)))
     streams = [Stream(prompts, 0, rank, before) for rank in range(before)]
@@ -91,7 +89,6 @@ def test_the_data_goes_on_at_the_lowest_position(steps, world, tmp_path, monkeyp
     assert all(state not in saved for state in new) and len(set(map(str, new))) == len(new)
 
 
-# --- Real ranks -------------------------------------------------------------------------
 KINDS = {  # constants, and the file of the weights
     "full": ({}, "model.safetensors"),
     "offload": ({"LORA_RANK": 4, "OFFLOAD_OPTIMIZER": True}, "adapter_model.safetensors"),

@@ -15,7 +15,6 @@ from grpo.options.training.recut import WEIGHTS
 from grpo.options.training.rounding import BLOCK, noise, round_masters, rounded
 
 
-# --- The rounding ---------------------------------------------------------------------
 @pytest.mark.parametrize("below", [1.0, 0.1103515625, -3.0, 2.0**-20, -1e-30])
 @pytest.mark.parametrize("share", [0.002, 0.3, 0.5, 0.98])
 def test_the_mean_of_many_roundings_is_the_master(below, share):
@@ -52,7 +51,6 @@ def test_places_and_seeds_have_independent_numbers():
     assert 0 <= one.min() and one.max() < 2**16
 
 
-# --- The ranks' parts -------------------------------------------------------------------
 def bits_of(world, masters, monkeypatch):
     """-> the weights that `world` ranks give the model, each from its part of the masters."""
     size = len(masters) // world
@@ -81,7 +79,6 @@ def test_any_number_of_ranks_gives_the_same_bits(monkeypatch):
         assert bits_of(world, masters, monkeypatch).equal(one)
 
 
-# --- A run ------------------------------------------------------------------------------
 KINDS = {  # constants, the file of the weights, the largest share that one step may change
     "full": ({}, "model.safetensors", 0.2),
     # LoRA's B begins at 0, where bfloat16 has numbers for every update

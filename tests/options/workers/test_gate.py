@@ -22,7 +22,6 @@ def an_app(token=None):
     return app
 
 
-# --- Who may ask ------------------------------------------------------------------------
 def test_without_the_token_only_health_answers():
     app, right = an_app("secret"), {"HTTP_AUTHORIZATION": "Bearer secret"}
     assert call(app, "GET", "/health")[0] == 200
@@ -50,7 +49,6 @@ def test_an_address_that_others_reach_needs_a_token(monkeypatch):
     assert token_for("gpu01", "HOST") == "secret"
 
 
-# --- Answers ----------------------------------------------------------------------------
 def test_each_failure_has_its_status_and_a_sentence():
     app = an_app()
     for kind, status in {"value": 400, "busy": 503, "runtime": 500, "bug": 500}.items():

@@ -24,9 +24,8 @@ class Ended(Exception):
 
 
 class Script:
-    """Runs a step of `steps`, functions, before each question that a worker asks between two
-    rollouts, and ends it after the last; a step of `during` before each that it asks in a rollout.
-    `statuses` counts the answers by route."""
+    """Runs a function of `steps` before each question that a worker asks between two rollouts, and
+    ends it after the last; one of `during` before each that it asks in a rollout."""
 
     def __init__(self, monkeypatch, *steps, during=()):
         script, self.steps, self.during = self, list(steps), list(during)
