@@ -13,6 +13,7 @@ from grpo.calls import TaskError, called
 from grpo.options.rewards.async_rewards import start_loop
 from grpo.prepare import gold_of
 from grpo.rewards import reward_texts
+from grpo.sample import Question
 from grpo.stop import stop
 from grpo.task import load_chat, load_items, load_task
 
@@ -152,12 +153,12 @@ def test_what_a_task_changes_in_the_process_is_undone_and_named_once(place, chan
     state = os.getcwd(), torch.is_grad_enabled(), torch.get_default_dtype()
     task = recipe(PLACES[place].format(change))
     for _ in range(2):
-        task.prompts.append((0, {"question": "?"}, [5, 6]))
+        task.prompts.append(Question(0, {"question": "?"}, [5, 6]))
         task.others(REWARD_WEIGHTS=None, OUTCOME=None).resolved()
         load_chat(task.c.TASK, task.task, load_items(task.c.TASK, task.task, "train")[0])
         gold_of(task, {"answer": "1"}, "")
         rewarded(task)
-        sampled(FakeEngine(), task, [(0, {"question": "?"}, [5, 6])])
+        sampled(FakeEngine(), task, task.prompts[:1])
         assert state == (os.getcwd(), torch.is_grad_enabled(), torch.get_default_dtype())
     told = [x for x in capsys.readouterr().out.splitlines() if "which all code of the run" in x]
     where = f"{place}, line " if CHANGES[change] else "code that it calls changed the process's"
