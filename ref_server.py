@@ -47,12 +47,11 @@ DEFAULTS = constants.defaults_in(globals())
 KINDS = [
     (constants.WHOLE, "SCORE_BATCH_TOKENS THREADS MAX_BODY_BYTES"),
     (constants.COUNT, "PORT"),
-    (constants.NUMBER, "TEMPERATURE"),
+    (constants.POSITIVE, "TEMPERATURE"),
     (constants.TEXT, "MODEL HOST"),
     (constants.DTYPE, "DTYPE"),
 ]
 RELATIONS = [
-    ("TEMPERATURE", "above 0", lambda c: c.TEMPERATURE > 0),
     ("PORT", "65535 at most; 0 takes any free port", lambda c: c.PORT <= 65535),
     ("THREADS", "8 or more", lambda c: c.THREADS >= 8),
     ("MAX_BODY_BYTES", "1 MB or more: 1 << 20", lambda c: c.MAX_BODY_BYTES >= 1 << 20),
@@ -105,13 +104,13 @@ class Reference:
         context = getattr(model.config, "max_position_embeddings", None)
         self.limits = {"vocab_size": facts["vocab_size"], "max_tokens": context}
         self.info = facts | {"model": c.MODEL, "dtype": dtype, "weights": weights_of(model)}
-        self.budget = c.SCORE_BATCH_TOKENS
+        self.settings = {name: facts[name] for name in ("temperature", "vocab_size")}
+        self.settings["budget"] = c.SCORE_BATCH_TOKENS
 
     def score(self, requests):
         """Returns the log-probs (N,) of each request; scores them in common batches."""
         groups = [ids_by_sequence(request.tensors) for request in requests]
-        settings = {name: self.info[name] for name in ("temperature", "vocab_size")}
-        return score_groups(self.model, groups, budget=self.budget, **settings)
+        return score_groups(self.model, groups, **self.settings)
 
 
 def take(waiting, tokens):
@@ -184,8 +183,7 @@ def main(**given):
         if signal.getsignal(number) == signal.SIG_DFL:  # not ignored (nohup); even within torch
             signal.signal(number, lambda n, _: leave(f"ended by {signal.Signals(n).name}"))
     print(f"loading the reference model {c.MODEL} ...", flush=True)
-    reference = Reference(c)
-    waiting = queue.SimpleQueue()
+    reference, waiting = Reference(c), queue.SimpleQueue()
     app = make_app(waiting, reference.info, reference.limits, c.THREADS, token)
     server = listen(app, host, c.PORT, c.THREADS, c.MAX_BODY_BYTES)
     http = in_background(server.run)

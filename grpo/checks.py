@@ -5,7 +5,7 @@ import importlib.util
 import re
 
 from grpo import constants
-from grpo.constants import COUNT, FLAG, NUMBER, TEXT, WHOLE, dict_of, list_of, one_of, or_
+from grpo.constants import COUNT, FLAG, NUMBER, POSITIVE, TEXT, WHOLE, dict_of, list_of, one_of, or_
 from grpo.task import check_task_file
 
 
@@ -21,7 +21,8 @@ KINDS = [  # (kind, constants)
         MAX_STALENESS REFERENCE_REFRESH_STEPS OVERLONG_TOKENS
         MAX_FAILED_REWARDS SAVE_STEPS"""),
     (NUMBER, """TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA IS_CAP WEIGHT_DECAY FINAL_LR
-        MAX_GRAD_NORM VLLM_CACHE_GB"""),
+        MAX_GRAD_NORM"""),
+    (POSITIVE, "VLLM_CACHE_GB"),
     (FLAG, """MASK_TRUNCATED ADVANTAGE_STD UNBIASED_KL TRAINER_SAMPLES
         FUSED_LOSS OFFLOAD_OPTIMIZER KEEP_BEST VLLM_SLEEP"""),
     (TEXT, "MODEL TASK RUN_DIR EVAL_SPLIT"),
@@ -53,7 +54,6 @@ RELATIONS = [  # (constant, what it must be, whether it is), of constants of the
      lambda c: c.SAMPLE_BATCH == "auto" or c.SAMPLE_BATCH >= c.GROUP_SIZE),
     ("TEMPERATURE", "above 0: at 0 all completions of a group are equal",
      lambda c: c.TEMPERATURE > 0),
-    ("VLLM_CACHE_GB", "above 0", lambda c: c.VLLM_CACHE_GB > 0),
     ("ADAM_BETAS", "two numbers", lambda c: len(c.ADAM_BETAS) == 2),
     ("IS_CAP", "0 (off), or 1 or more", lambda c: c.IS_CAP == 0 or c.IS_CAP >= 1),
     ("OVERLONG_TOKENS", "at most MAX_COMPLETION_TOKENS: it counts tokens before that limit",

@@ -217,6 +217,7 @@ def check_names(names, known, where=""):
 WHOLE = "a whole number, 1 or more", lambda value: type(value) is int and value >= 1
 COUNT = "a whole number, 0 or more", lambda value: type(value) is int and value >= 0
 NUMBER = "a number, 0 or more", lambda value: real(value) and value >= 0
+POSITIVE = "a number above 0", lambda value: real(value) and value > 0
 FLAG = "True or False", lambda value: value in (True, False)
 TEXT = "a string, not empty", lambda value: isinstance(value, str) and value != ""
 

@@ -52,7 +52,9 @@ class Workers:
         self.dropped = 0  # groups that were too old, or of steps that were undone
         self.proof = None  # (prompt, completion), sampled once because sampling is slow
         self.thread = self.error = None
-        self.folder = Path(c.RUN_DIR, ".policy")  # after kill -9 the next start removes its file
+        # Absolute, as a reward may change the process's folder while _publish writes. What a kill -9
+        # has left there is removed
+        self.folder = Path(c.RUN_DIR, ".policy").absolute()
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         address = urlsplit(c.TRAINER)
