@@ -52,10 +52,9 @@ class Workers:
         self.dropped = 0  # groups that were too old, or of steps that were undone
         self.proof = None  # (prompt, completion), sampled once because sampling is slow
         self.thread = self.error = None
-        # Absolute, as a reward may change the process's folder while _publish writes. What a kill -9
-        # has left there is removed
+        # Absolute, as a reward may change the process's folder while _publish writes
         self.folder = Path(c.RUN_DIR, ".policy").absolute()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)  # what kill -9 has left
         self.folder.mkdir(parents=True)
         address = urlsplit(c.TRAINER)
         token = token_for(address.hostname, "TRAINER")
