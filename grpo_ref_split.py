@@ -234,7 +234,7 @@ def samples_to_train(recipe, groups, step):
     for group in groups:
         for sample in group.samples:
             if not (c.MASK_TRUNCATED and sample.truncated):
-                sample.group, sample.version = group.id, group.version
+                sample.group, sample.version, sample.noise = group.id, group.version, group.noise
                 samples.append(sample)
     lengths = torch.tensor([sample.length for sample in samples])
     weights = plain_loss.token_weights(
@@ -331,7 +331,7 @@ def update(run, samples, step, old):
     with run.clock.part("backward"), cpu_threads(), limit:
         metrics = accumulate(run, samples, old, version=step - 1)  # collective
     with leaving_evidence(run, step, samples, metrics):  # collective
-        check_sampler(metrics, run.sampler)
+        check_sampler(metrics, run.sampler, {sample.noise for sample in samples})
     with run.clock.part("step"), cpu_threads():
         taken = take_step(run.engine, rate, c.SEED)  # collective
     metrics = with_kl(metrics, run.reference.info, c.MODEL)  # KL only if it was computed
@@ -376,7 +376,6 @@ def train_on(run, groups, metrics, sampled, place, last, bar):
             trained = update(run, samples, p.step + 1, old) if samples else {}  # collective
         old = "kept" if old == "now" else old
         p.step += 1  # after line 11: a checkpoint has the number of steps that were made
-        place = checkpoint.place_of(run)
         with ranks.all_or_none():  # collective
             if number == updates:
                 end_rollout(run, before)
@@ -386,6 +385,7 @@ def train_on(run, groups, metrics, sampled, place, last, bar):
             show(bar, p.step, metrics | trained | run.laps[-1])
         if samples:
             check_update(run, trained, samples)  # collective
+        place = checkpoint.place_of(run)
 
 
 def end_rollout(run, before):
@@ -428,7 +428,8 @@ def main(**given):
         check_reporters(c.REPORT_TO)
     tokenizer, recipe, server = prepare(c, needs_server=bool(c.REF_SERVER and c.KL_BETA))
     questions = load_questions(recipe, tokenizer)
-    ranks.join_ranks(c.WAIT_LIMIT_SECONDS)  # collective
+    waits = 1 if c.TRAINER_SAMPLES else c.PROMPTS_PER_STEP  # rank 0's, for workers' groups
+    ranks.join_ranks(waits * c.WAIT_LIMIT_SECONDS)  # collective
     _lock = checkpoint.leads(c.RUN_DIR) and resume.lock_run(c.RUN_DIR)  # collective; to the end
     run = start_run(c, tokenizer, recipe, questions, server, batch_loss)  # collective
     with stop.listening(), contextlib.closing(run):

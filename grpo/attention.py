@@ -9,7 +9,7 @@ with its first completion, and each further completion with the keys and values 
 gathered in front. A part's last query sees all keys of the part, each query before it one key less.
 
 scaled_dot_product_attention runs buckets. A bucket holds parts of similar length, padded on the
-right, whose prompts have equally many keys. On CUDA in bfloat16 options/varlen.py has one kernel.
+right, whose prompts have equally many keys. In bfloat16 options/gpu/varlen.py has one kernel.
 
 Symbols: L tokens of the row, D width of a head, B parts of a bucket.
 """

@@ -6,8 +6,6 @@ Every rank knows the whole step and computes the same plan without communication
 server uses the same functions to pack what it scores.
 """
 
-from dataclasses import replace
-
 GROWTH = 1.02  # factor to the next budget tried; higher is faster to plan, less even
 
 
@@ -73,7 +71,7 @@ def plan_rounds(samples, packs, rank, world, budget):
     """Returns this rank's (samples, is_filler) in each round of plan_micro_batches. All ranks join
     each round, so a rank without a micro-batch gets a filler."""
     sizes = sizes_of([s.prompt for s in samples], [s.ids for s in samples], packs)
-    filler = replace(min(samples, key=lambda s: len(s.ids)))  # its loss is multiplied by 0
+    filler = min(samples, key=lambda s: len(s.ids))  # its loss is multiplied by 0
     plan = plan_micro_batches(sizes, world, budget)
     mine = [[samples[i] for i in batches[rank]] for batches in plan]
     return [(batch or [filler], not batch) for batch in mine]

@@ -92,6 +92,7 @@ def rewarded(recipe, group, futures):
     for sample, values in zip(group.samples, found, strict=True):
         sample.rewards = floats_of(recipe, group.item, sample.text, values)
         sample.total = total_of(recipe, sample)
+        sample.environment = None  # values of the task's, of any type: ranks send each other floats
     if recipe.failures:
         recipe.failures.count([values is None for values in found])
 

@@ -46,7 +46,8 @@ class Sample:
     ref_logps: list[float] | None = None  # of the reference; None if KL_BETA is 0
     advantage: float = 0.0
     weight: float = 0.0  # of each of the model's tokens in the step's loss
-    version: int = 0  # the number of steps of the policy that sampled it
+    version: int = 0  # the number of steps of the policy that sampled it,
+    noise: float = 0.0  # and a worker's noise (Policy.noise)
     group: str = ""  # its group's id
     # Of the model's tokens, by the last update (None: on another rank), and the rollout's first
     trainer_logps: list[float] | None = None
@@ -77,7 +78,8 @@ class Group:
     version: int = 0  # the number of steps of the policy that sampled
     skipped: bool = False  # whether it is not trained, as it has zero variance (rollout.tally)
     run: str = ""  # a worker's group: the run whose policy it had
-    outcome: str = ""  # a worker's group: the reward that decides correctness
+    outcome: str = ""  # a worker's group: the reward that decides correctness,
+    noise: float = 0.0  # and its policy's noise
 
     def __post_init__(self):
         for sample in self.samples:

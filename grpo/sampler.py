@@ -126,7 +126,7 @@ class Row:
     number: int  # in the group
     first: int  # its first column; with a lower limit further right: all end at the same column
     prompt: list  # the ids that ran before the column `joined`, which is `first`, unless this is a
-    joined: int  # turn that goes on in its row (options/continued.py)
+    joined: int  # turn that goes on in its row (options/turns/continued.py)
 
 
 class Running:
@@ -136,7 +136,7 @@ class Running:
         self.limit, self.eos_ids, self.stop_strings = max_new_tokens, eos_ids, stop_strings
         self.eos = torch.tensor(sorted(eos_ids), device=device)
         self.rows = []  # (S,)
-        self.forced = {}  # {row: ids that it takes before it samples again} (options/continued.py)
+        self.forced = {}  # {row: ids that it takes before it samples again} (continued.py)
         self.unfinished = self.most = 0  # how many have not ended: now, after the last admission
         self.ids = torch.zeros(0, max_new_tokens, dtype=torch.long, device=device)  # (S, T)
         self.logps = torch.zeros(0, max_new_tokens, device=device)  # (S, T)

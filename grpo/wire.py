@@ -38,7 +38,7 @@ TENSORS = {  # of a group
     "rewards": torch.float32,  # (G, K), a column for each of reward_names
 }
 METADATA = {"id": str, "run": str, "version": int, "index": int, "sampler": str, "outcome": str}
-METADATA |= {"reward_names": list}  # K texts
+METADATA |= {"noise": float, "reward_names": list}  # K texts
 
 
 # --- Ids to score -----------------------------------------------------------------------
@@ -195,7 +195,8 @@ def check_group(meta, tensors):
     check_parts("completion", tensors["completion_ids"], lengths)
     unique = all(type(x) is str for x in names) and len(set(names)) == len(names)
     require(unique, "reward_names must be different texts")
-    require(meta["version"] >= 0, f"version must be 0 or more, got {meta['version']}")
+    for name in ("version", "noise"):  # NaN is refused, too
+        require(meta[name] >= 0, f"{name} must be 0 or more, got {meta[name]}")
     require(meta["outcome"] in names, f"outcome must be in reward_names, got {meta['outcome']!r}")
     G, N = len(lengths), len(tensors["completion_ids"])
     shapes = {"logps": (N,), "is_model_token": (N,), "truncated": (G,), "tool_calls": (G, 2)}

@@ -112,11 +112,11 @@ import sys
 import grpo_ref_split as trainer
 updates, check = [], trainer.check_sampler
 
-def differs(metrics, sampler):  # at the third update, if nothing has mended it
+def differs(metrics, *others):  # at the third update, if nothing has mended it
     updates.append(metrics)
     if len(updates) == 3 and sys.argv[1] == "broken":
         raise RuntimeError("the sampler differs")
-    check(metrics, sampler)
+    check(metrics, *others)
 
 trainer.check_sampler = differs
 trainer.main(**PRESET)

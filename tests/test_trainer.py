@@ -108,6 +108,15 @@ def test_a_run_stops_if_its_sampler_has_other_log_probs(metrics, dtype, error):
         check_sampler(metrics, SimpleNamespace(noise=NOISE[dtype]))
 
 
+def test_a_worker_may_have_another_dtype():
+    metrics, ranks = GOOD | {"sampler_k3": 1e-4}, SimpleNamespace(noise=NOISE["float32"])
+    check_sampler(metrics, ranks, {0.0, NOISE["bfloat16"]})
+    with pytest.raises(RuntimeError, match="trainer and sampler"):
+        check_sampler(metrics, ranks, {0.0, NOISE["float32"]})
+    theirs = a_group(MIXED, sampler="worker", noise=NOISE["bfloat16"])
+    assert {row.noise for row in rows_of(a_group(MIXED), theirs)} == {0.0, NOISE["bfloat16"]}
+
+
 @pytest.mark.parametrize("metrics, reference, error", [
     ({"kl": 1e-9}, SAME, None),
     ({"kl": 9e-4}, SAME, "reference.* ours"),

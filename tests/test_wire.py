@@ -167,6 +167,8 @@ BAD = [
     {"run": ["run"]},
     {"id": "\ud800"},
     {"version": -1},
+    {"noise": -1.0},
+    {"noise": math.nan},
 ]
 
 

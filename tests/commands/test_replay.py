@@ -83,11 +83,11 @@ import grpo_ref_split as trainer
 from {module} import main
 updates, check = [], trainer.check_sampler
 
-def differs(metrics, sampler):
+def differs(metrics, *others):
     updates.append(metrics)
     if len(updates) == {number}:
         raise RuntimeError("the sampler differs")
-    check(metrics, sampler)
+    check(metrics, *others)
 
 trainer.check_sampler = differs
 main({arguments})

@@ -129,6 +129,7 @@ class Worker:
             group.id = f"{self.name}-{first:08d}-{groups:04d}"
             group.run, group.version = run, version
             group.sampler, group.outcome = self.name, self.recipe.outcome
+            group.noise = self.policy.noise
             refused += bool(self.trainer.put_group(pack_group(group)))
             self.held -= 1
         self.groups += groups
@@ -155,7 +156,7 @@ class Worker:
 
 
 class TrainerClient(Client):
-    """The client of the trainer's rank 0 (workers.py)."""
+    """The client of the trainer's rank 0 (rank_0.py)."""
 
     command = "deepspeed grpo_ref_split.py PUBLISH_STEPS=1"
     limit_of_body = "MAX_GROUP_BYTES in grpo/options/workers/rank_0.py"
