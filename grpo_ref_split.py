@@ -167,11 +167,11 @@ def sample_rollout(run):
     c, p, clock, counts, sampled = run.c, run.progress, run.clock, Counter(), []
     with clock.part("wait"), ranks.all_or_none():  # collective
         from_workers = run.workers.take(p.step)
-        mine = [group for group in from_workers if not group.skipped]
-        for group in mine:
-            run.reference.ask(group)
-    taken = ranks.sum_over_ranks(len(mine))  # collective
-    missing = c.PROMPTS_PER_STEP - taken if c.TRAINER_SAMPLES else 0
+    theirs = ranks.gather_groups([g for g in from_workers if not g.skipped])  # collective
+    mine = theirs[dist.get_rank() :: dist.get_world_size()]  # each rank's reference scores a share
+    for group in mine:
+        run.reference.ask(group)
+    missing = c.PROMPTS_PER_STEP - len(theirs) if c.TRAINER_SAMPLES else 0
     begun, most = 0, max(0, missing) * (1 + c.MAX_REFILLS)
     p.begin_rollout()
     while number := rollout.groups_to_begin(missing, p.flat_share, most - begun):
@@ -190,7 +190,7 @@ def sample_rollout(run):
         p.count_round(groups=number, usable=usable)
         begun, missing = begun + number, missing - usable
     with ranks.all_or_none(clock.part("wait")):  # collective
-        set_advantages(run.recipe, [*sampled, *from_workers])  # line 9
+        set_advantages(run.recipe, [*sampled, *from_workers, *mine])  # line 9
         with clock.part(run.reference.part):
             run.reference.fill(mine, run.sizes.micro_batch_tokens)
     with clock.part("wait"):

@@ -241,6 +241,26 @@ def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone):
     assert trainer.samples_to_train(a_recipe(), groups, 3)[1] == "sampler"
 
 
+def test_each_ranks_reference_scores_a_share_of_the_workers_groups(alone, monkeypatch):
+    """A worker sends to rank 0; a local reference there would score while the others wait."""
+    groups, shares = a_workers(4, version=0), []
+    constants = {"PUBLISH_STEPS": 1, "TRAINER_SAMPLES": False, "PROMPTS_PER_STEP": 4}
+    monkeypatch.setattr(trainer.dist, "get_world_size", lambda: 2)
+    for rank in (0, 1):
+
+        def gather(everyone, mine, rank=rank):  # what rank 0 has, and this rank's
+            of_groups = isinstance(mine, list) and (not mine or mine[0].index >= 90)
+            everyone[:] = [groups if of_groups else mine, [] if of_groups else type(mine)()]
+
+        monkeypatch.setattr(trainer.dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(trainer.dist, "all_gather_object", gather)
+        workers = Arrived(*groups, **constants) if rank == 0 else NoWorkers()
+        reference = Reference()
+        take_step([], step=0, reference=reference, workers=workers, **constants)
+        shares.append(reference.asked)
+    assert shares == [[90, 92], [91, 93]]
+
+
 def test_workers_alone_may_sample(alone):
     engine, constants = FakeEngine(), {"PUBLISH_STEPS": 1, "TRAINER_SAMPLES": False}
     workers = Arrived(*a_workers(3), *a_workers(2, version=1), **constants)
