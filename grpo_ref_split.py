@@ -391,7 +391,7 @@ def train_on(run, groups, metrics, sampled, place, last, bar):
 def end_rollout(run, before):
     """Copies the policy into the reference (lines 2, 3), and publishes it, if either is due."""
     c, p = run.c, run.progress
-    if c.KL_BETA and p.passed(c.REFERENCE_REFRESH_STEPS, before):
+    if c.KL_BETA and p.passed(c.REFERENCE_REFRESH_STEPS, p.reference):
         run.reference.refresh()
         p.reference = p.step
         say(f"the policy of step {p.step} is now the reference")
