@@ -73,6 +73,7 @@ def test_the_demo_runs_and_leaves_what_the_readme_says(tmp_path):
     with_turns = {"num_turns/mean", "num_turns/max", "tools/call_share", "environment_tokens"}
     with_workers |= with_turns | {"tools/failure_frequency", "eval_num_turns", "teacher_kl"}
     rare = {"gpu_memory_gb", "weights_changed", "rewards/failed"}  # bfloat16; MAX_FAILED_REWARDS
+    rare |= {"seconds_score"}  # without a server
     assert named | with_workers | rare == documented_metrics()  # docs/metrics.md
     assert "python plot.py live" in output
     for step in (1, 2):
