@@ -71,14 +71,14 @@ def kept(name):
 
 def shared_state():
     """Returns what all code of the process shares, and a run needs as it was: the folder of
-    relative paths, stdout, torch's grad mode and its default dtype."""
+    relative paths, stdout, stderr, torch's grad mode and its default dtype."""
     try:
         folder = os.getcwd()
     except FileNotFoundError:  # it has been removed
         folder = ""
     torch = sys.modules.get("torch")
     modes = (torch.is_grad_enabled(), torch.get_default_dtype()) if torch else ()
-    return folder, sys.stdout, *modes
+    return folder, sys.stdout, sys.stderr, *modes
 
 
 def task_file(name):

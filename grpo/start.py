@@ -131,7 +131,7 @@ def uses_of(c, policy, sampler, engine, recipe, reference):
     return {
         "ranks": dist.get_world_size(),
         "device": f"{device}, {training_threads()} CPU threads a rank",
-        "dtype": policy.dtype,
+        "dtype": policy.dtype + f", LoRA of rank {c.LORA_RANK}" * bool(c.LORA_RANK),
         "sampler": sampler.describe(c),
         "attention": packed if model.packs else "each completion with its prompt",
         "loss": chunks if c.FUSED_LOSS and model.separable else "all logits at once",

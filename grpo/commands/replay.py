@@ -85,7 +85,7 @@ def compare(folder, again, step, title):
             lines = [r for r in lines if r["step"] == step and "eval_truncated" not in r]
             found.append({(k, i): v for i, r in enumerate(lines) for k, v in r.items()})
         old, new = ({k: v for k, v in f.items() if not k[0].startswith(VARY)} for f in found)
-        other = [key for key in old | new if key not in old or old[key] != new.get(key)]
+        other = [k for k in old | new if old and (k not in old or old[k] != new.get(k))]
         say(f"{name}: {len(old.keys() - other)} of {len(old)} values of the run are equal")
         for k, i in other:
             say(f"  {k}[{i}]: {old.get((k, i))!r:.150}; {title}: {new.get((k, i))!r:.150}")

@@ -37,7 +37,7 @@ def described(file, must, error, got):
     at_path = own and not own[0][0]["__name__"].startswith("tasks.")
     if at_path and is_of_helper(error, Path(own[0][0]["__file__"]).parent):
         must = HELPER
-    return f"failed with {type(error).__name__}{at}: {shown(error, '{}')}", must
+    return f"failed with {type(error).__name__}{at}: {shown(error, '{!s:.2000}')}", must
 
 
 def must_return(recipe):
@@ -91,9 +91,14 @@ def set_stdout(file):
     sys.stdout = file
 
 
+def set_stderr(file):
+    sys.stderr = file
+
+
 CHANGES = [  # of calls.shared_state: what, the call that changes it, how to do without, how to undo
     ("the process's folder", "chdir", "absolute paths, or cwd= of a subprocess", os.chdir),
     ("sys.stdout", "stdout", "`with contextlib.redirect_stdout(...)`", set_stdout),
+    ("sys.stderr", "stderr", "`with contextlib.redirect_stderr(...)`", set_stderr),
     ("torch's grad mode", "set_grad_enabled", "`with torch.no_grad()`", "set_grad_enabled"),
     ("torch's default dtype", "set_default_dtype", "dtype=", "set_default_dtype"),
 ]
@@ -103,7 +108,7 @@ logged = set()  # (file, call)
 def restore(file, before, now):
     """Undoes what a task has changed in calls.shared_state, and logs each kind once."""
     torch = sys.modules.get("torch")
-    before += () if before[2:] else (True, torch and torch.float32)  # as it is imported
+    before += () if before[3:] else (True, torch and torch.float32)  # as it is imported
     for (what, call, instead, undo), old, new in zip(CHANGES, before, now, strict=False):
         if old == new or not old:
             continue

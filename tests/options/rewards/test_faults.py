@@ -131,6 +131,7 @@ CHANGES = {
     "os.chdir(tempfile.mkdtemp())": "folder",
     "exec('os.chdir(tempfile.mkdtemp()); os.rmdir(os.getcwd())')": "",
     "import sys; sys.stdout = open(os.devnull, 'w')": "sys.stdout",
+    "import sys; sys.stderr = open(os.devnull, 'w')": "sys.stderr",
     "torch.set_grad_enabled(False)": "grad mode",
     "torch.set_default_dtype(torch.float64)": "default dtype",
 }
