@@ -74,7 +74,8 @@ def answers_of(recipe, group, futures):
 def fail(recipe, item, function, seen, error):
     """Raises a TaskError if a call must not fail, or too many have failed (MAX_FAILED_REWARDS)."""
     kind = "completions" if function == "group_rewards" else "completion"
-    given, must = f"; question {item!r:.500}, {kind} {seen!r:.500}", f"take (item, {kind})"
+    given = f"; question {item!r:.500}, {kind} {seen!r:.500}"
+    must = f"take (item, {kind}) and reward any"
     failure = mistake(recipe.c.TASK, f"{function}()", must, given, error=error)
     if not recipe.failures:
         raise failure from error
