@@ -76,7 +76,7 @@ def test_a_second_main_in_a_process_has_nothing_of_the_first(tiny, tmp_path):
         "reference": "a copy of MODEL",
         "rewards": "in the main thread",
     }
-    assert uses[0] == uses[1] | {"reference": "none"}  # KL_BETA = 0
+    assert uses[0] == uses[1] | {"reference": "none", "dtype": "float32, LoRA of rank 4"}
     line = "; ".join(f"{name}: {what}" for name, what in uses[1].items())
     assert line in (tmp_path / "log").read_text()
     task = {"REWARD_WEIGHTS": {"a": 2.0, "b": 1.0}, "OUTCOME": "b", "SAMPLE_BATCH": 80}
