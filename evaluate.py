@@ -9,7 +9,8 @@ At the end each model's answers are written to runs/eval (--out), in place of ea
 per question: {"kind": greedy or samples, "question": its number, "answers": [{"text": a text, or
 those of several turns, "tokens", "truncated", "rewards": {name: number, or null}}, ...]}. The
 constants are the trainer's, or those of the run if a model is a run's checkpoint; NAME=value
-changes one. Several models are compared with the first, question by question.
+changes one. An adapter's base has the BASE_BITS of its run, other models have 16, and BASE_BITS=4
+holds for all. Several models are compared with the first, question by question.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from grpo import rollout
 from grpo.checkpoint import CONSTANTS
 from grpo.checks import settled
 from grpo.commands import scores
-from grpo.commands.merge import base_of, load_base_tokenizer, merge_into
+from grpo.commands.merge import base_of, bits_of, load_base_tokenizer, merge_into
 from grpo.log import say
 from grpo.models import settings_in
 from grpo.options.gpu.sample_sizes import fit_worker
@@ -71,8 +72,9 @@ def command_line():
     values = {}
     for model in options.models:
         values |= run_of(model, options.task)
-    values |= given | {"TASK": options.task, "LORA_RANK": 0}
-    return options, settled(trainer.DEFAULTS, values)
+    options.bits = given.get("BASE_BITS")
+    values |= given | {"TASK": options.task, "LORA_RANK": 1}  # any: a folder has the adapter
+    return options, settled(trainer.DEFAULTS, values).but(LORA_RANK=0)
 
 
 def run_of(model, task):
@@ -133,7 +135,7 @@ def answers_of(c, options, model, rank, world):
     """Returns (names, {kind: {question: answers}}) of a model, kinds "greedy" and "N samples ...";
     names are the outcome's and those of rewards to which the task gives weight 0. Each rank answers
     its share of the questions."""
-    c = c.but(MODEL=base_of(model))
+    c = c.but(MODEL=base_of(model), BASE_BITS=options.bits or bits_of(model))
     tokenizer, recipe = prepare_task(c, split=c.EVAL_SPLIT, shown=1)
     if options.samples and rank == 0 and model == options.models[0]:
         print_junk(recipe)

@@ -98,6 +98,7 @@ REFERENCE_REFRESH_STEPS = 0  # without a server: the policy becomes the referenc
 STEPS = 500  # optimiser updates, and attempts with nothing to train (max_steps)
 LEARNING_RATE = 1e-6  # higher learns faster until it diverges; LoRA needs about ten times as much
 LORA_RANK = 0  # 16 or 32: trains LoRA adapters of that rank, the model is frozen; 0: full training
+BASE_BITS = 16  # 4: the frozen model under LoRA is rounded to 4 bits a weight (needs .[bits])
 WARMUP_STEPS = 10  # the learning rate rises linearly from 0 in this many steps
 FINAL_LR = 1.0  # share of LEARNING_RATE that is left at the last step; 1: constant
 LR_SCHEDULE = "linear"  # or "cosine": shape of the decay to FINAL_LR (lr_scheduler_type)

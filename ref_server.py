@@ -30,6 +30,7 @@ from grpo import constants
 MODEL = "Qwen/Qwen2.5-3B"
 TEMPERATURE = 1.0  # divides the logits; must be the trainer's TEMPERATURE
 DTYPE = "auto"  # bfloat16 on a GPU, float32 on a CPU; the softmax is always float32
+BASE_BITS = 16  # 4: rounds the weights as the trainer's BASE_BITS = 4 does (needs .[bits])
 # Tokens per forward pass. More are faster and need more memory; if it runs out, the server halves
 # the batch and goes on.
 SCORE_BATCH_TOKENS = 8_192
@@ -50,6 +51,7 @@ KINDS = [
     (constants.POSITIVE, "TEMPERATURE"),
     (constants.TEXT, "MODEL HOST"),
     (constants.DTYPE, "DTYPE"),
+    (constants.BITS, "BASE_BITS"),
 ]
 RELATIONS = [
     ("PORT", "65535 at most; 0 takes any free port", lambda c: c.PORT <= 65535),
@@ -97,13 +99,14 @@ class Reference:
 
     def __init__(self, c):
         facts = facts_of(load_tokenizer(c.MODEL), c.TEMPERATURE)
-        model, dtype = load_model(c.MODEL, c.DTYPE, facts["vocab_size"])
+        model, dtype = load_model(c.MODEL, c.DTYPE, facts["vocab_size"], c.BASE_BITS)
         self.model = CompletionModel(model.requires_grad_(False))
         for note in self.model.notes:
             print(note, flush=True)
         context = getattr(model.config, "max_position_embeddings", None)
         self.limits = {"vocab_size": facts["vocab_size"], "max_tokens": context}
-        self.info = facts | {"model": c.MODEL, "dtype": dtype, "weights": weights_of(model)}
+        self.info = facts | {"model": c.MODEL, "dtype": dtype, "bits": c.BASE_BITS}
+        self.info["weights"] = weights_of(model)
         self.settings = {name: facts[name] for name in ("temperature", "vocab_size")}
         self.settings["budget"] = c.SCORE_BATCH_TOKENS
 
@@ -138,8 +141,7 @@ def answer_all(requests, score):
         for request, logps in zip(requests, answers, strict=True):
             request.answer.set_result(logps)
     elif len(requests) == 1:
-        failure = RuntimeError(f"the sequences can't be scored: {failure}")
-        requests[0].answer.set_exception(failure)
+        requests[0].answer.set_exception(RuntimeError(f"can't score the sequences: {failure}"))
     else:
         for request in requests:
             answer_all([request], score)
@@ -187,8 +189,8 @@ def main(**given):
     app = make_app(waiting, reference.info, reference.limits, c.THREADS, token)
     server = listen(app, host, c.PORT, c.THREADS, c.MAX_BODY_BYTES)
     http = in_background(server.run)
-    dtype = reference.info["dtype"]
-    print(f"serving {c.MODEL} ({dtype}) on {url_of(host, server.effective_port)}", flush=True)
+    address, dtype = url_of(host, server.effective_port), reference.info["dtype"]
+    print(f"serving {c.MODEL} ({dtype}) on {address}", flush=True)
     # Scoring runs in the main thread: if it fails for good, the process ends and clients notice
     while http.is_alive():
         if requests := take(waiting, 8 * c.SCORE_BATCH_TOKENS):

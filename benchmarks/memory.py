@@ -35,9 +35,10 @@ from grpo.shared_prompt import ROOM
 from grpo.start import USUAL
 
 BF16, FP32, FP64 = 2, 4, 8
+NF4 = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # bytes: 64 weights have a scale of 8 bits
 CONTEXT = 1.6e9  # allowance: CUDA context, kernels, cuBLAS workspaces, NCCL's buffers
 SLACK = 0.1  # allowance: fragmentation, of all that is freed again
-WEIGHTS, ADAM = "weights, bf16", "master weights and Adam, fp32"
+WEIGHTS, ADAM = "weights", "master weights and Adam, fp32"
 STATES = WEIGHTS, ADAM, "gradients of a step, fp32"
 MODELS = {  # name: H, L, heads, key-value heads, I, V', tied; published parameters, in 10^9
     "Qwen2.5-0.5B": (896, 24, 14, 2, 4864, 151936, True, 0.494),
@@ -48,7 +49,7 @@ MODELS = {  # name: H, L, heads, key-value heads, I, V', tied; published paramet
 }
 SHAPE = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size"
 SHAPE += " vocab_size tie_word_embeddings"
-RANK = 16  # of the LoRA rows
+RANK = 16  # of the LoRA columns
 WAYS = [(world, offload) for world in (1, 2, 7) for offload in (False, True)]
 # name, which counts 2^30 bytes as GB: GB that a program gets
 CARDS = {16: 15.6, 24: 25.2, 40: 42.3, 48: 47.7, 80: 84.9, 141: 149.3}
@@ -59,6 +60,8 @@ PRESETS = {
     "1.5b_1x24gb": (24, 1, None),
     "3b_1x24gb": (24, 1, None),
     "7b_lora_1x24gb": (24, 1, None),
+    "7b_4bit_1x16gb": (16, 1, None),
+    "14b_4bit_1x24gb": (24, 1, None),
     "3b_1x48gb": (48, 1, None),
     "3b_1x80gb": (80, 1, None),
     "1.5b_4x24gb": (24, 4, None),
@@ -83,9 +86,10 @@ def config_of(*shape):
 
 
 class Sizes:
-    """A model's widths, and how many of its parameters are where; `rank` is LORA_RANK."""
+    """A model's widths, and how many of its parameters are where; `rank` is LORA_RANK, `bits`
+    BASE_BITS."""
 
-    def __init__(self, config, rank):
+    def __init__(self, config, rank, bits=16):
         self.hidden, self.inner = config.hidden_size, config.intermediate_size
         self.layers, self.heads = config.num_hidden_layers, config.num_attention_heads
         self.head = self.hidden // self.heads
@@ -99,7 +103,10 @@ class Sizes:
         self.tied = config.tie_word_embeddings
         self.total = sum(p.numel() for p in model.parameters())  # a tied head counts once
         self.trained = sum(rank * sum(shape) for shape in linear) if rank else self.total
-        self.held = self.total + (self.trained if rank else 0)  # in bf16, on every GPU
+        self.held = self.total + (self.trained if rank else 0)  # on every GPU
+        self.weights = BF16 * self.held - (BF16 - NF4) * self.adapted * (bits == 4)  # their bytes
+        # what a product of 4-bit weights converts
+        self.converted = BF16 * max(shape.numel() for shape in linear) * (bits == 4)
         self.body = self.trained if rank else sum(p.numel() for p in body.parameters())
         self.embedding = 0 if rank else self.vocab * self.hidden  # trained, of one matrix
         largest = [rank * max(shape) if rank else shape.numel() for shape in linear]
@@ -119,8 +126,9 @@ def attention_bytes(m, tokens, keys, mask):
 def layer_forward(m, tokens, keys, mask=0):
     """The most that a layer holds beside its input when nothing is kept."""
     attention = attention_bytes(m, tokens, keys, mask)
-    inner = 4 if m.rank else 3  # gate, up, their product; an adapter's sum
-    mlp = BF16 * tokens * (2 * m.hidden + inner * m.inner)
+    inner = BF16 * tokens * m.inner
+    several = 4 if m.rank else 3  # gate, up, their product; an adapter's sum
+    mlp = 2 * BF16 * tokens * m.hidden + max(several * inner, 2 * inner + m.converted)
     norm = tokens * m.hidden * (2 * FP32 + BF16)
     new_keys = BF16 * 2 * (keys + tokens) * m.kv
     return max(norm, mlp, attention + new_keys + 2 * BF16 * tokens * m.hidden)
@@ -146,7 +154,9 @@ def layer_backward(m, tokens, keys):
     """The most that recomputing a layer and its backward hold, at its MLP, norm or attention."""
     norm, attention = layer_parts(m, tokens, keys)
     # At silu(gate) * up: gate, both factors, and the gradients of the product and of both
-    mlp = 2 * norm + attention + BF16 * tokens * (6 * m.inner + m.hidden)
+    inner = BF16 * tokens * m.inner
+    mlp = 2 * norm + attention + BF16 * tokens * m.hidden
+    mlp += max(6 * inner, 5 * inner + m.converted)  # or in the product before
     at_norm = norm + attention + tokens * m.hidden * (6 * FP32 + 2 * BF16)
     at_attention = norm + 2 * attention + 2 * BF16 * tokens * m.hidden
     return max(mlp, at_norm, at_attention)
@@ -219,7 +229,7 @@ def model_states(m, c, world):
     """Returns the parts on each GPU between two steps, under ZeRO-2, as DeepSpeed 0.19.8's code has
     them: its estimator partitions bf16 gradients, too, and leaves fp32 ones out with offload.
     """
-    parts = {WEIGHTS: BF16 * (m.held + copied(m, c))}
+    parts = {WEIGHTS: m.weights + BF16 * copied(m, c)}
     if c.OFFLOAD_OPTIMIZER:
         return parts | {"DeepSpeed's buffer for offload": BF16 * m.largest}
     return parts | {ADAM: 3 * FP32 * m.trained // world}
@@ -316,8 +326,8 @@ def card(size):
 
 # --- Tables -------------------------------------------------------------------------
 @functools.cache
-def sizes_of(name, rank):
-    return Sizes(config_of(*MODELS[name]), rank)
+def sizes_of(name, rank, bits=16):
+    return Sizes(config_of(*MODELS[name]), rank, bits)
 
 
 def gb(size):
@@ -355,11 +365,12 @@ def print_gpus():
     for name in MODELS:
         m, lora, server = sizes_of(name, 0), sizes_of(name, RANK), server_bytes(name)
         sizes = [need(phases_of(m, 512, 512, *way))[0] for way in WAYS]
-        sizes.append(need(phases_of(lora, 512, 512))[0])
+        for adapted in (lora, sizes_of(name, RANK, bits=4)):
+            sizes.append(need(phases_of(adapted, 512, 512))[0])
         cells = [f"{gb(size)} ({card(size)}, {card(size + server)})" for size in sizes]
         rows.append([name[8:], *cells, gb(server), gb(in_ram(m)), gb(merged_bytes(lora))])
     ways = [f"{w} GPU{'s' * (w > 1)}" if not offload else f"{w}, offload" for w, offload in WAYS]
-    ways.append(f"LoRA {RANK}, 1 GPU")
+    ways += [f"LoRA {RANK}, 1 GPU", "in 4 bits"]
     table(["Qwen2.5", *ways, "the server", "RAM with offload", "merged copies"], rows)
 
 
@@ -376,7 +387,7 @@ def of_preset(name, **others):
     """Returns (constants, Sizes, bytes that the trainer needs at least, bytes of the server)."""
     c = shipped(512, 512, **read_preset(ROOT / f"presets/{name}.py") | others)
     model = c.MODEL.removeprefix("Qwen/")
-    m = sizes_of(model, c.LORA_RANK)
+    m = sizes_of(model, c.LORA_RANK, c.BASE_BITS)
     server = server_bytes(TEACHERS.get(name, model)) if c.REF_SERVER else 0
     return c, m, least(c, m, PRESETS[name][1]), server
 
@@ -386,6 +397,7 @@ def print_presets():
     for name, (gpu, world, of_server) in PRESETS.items():
         c, m, size, server = of_preset(name)
         how = f", LoRA {c.LORA_RANK}" * (c.LORA_RANK > 0) + ", offload" * c.OFFLOAD_OPTIMIZER
+        how += ", 4 bits" * (c.BASE_BITS == 4)
         where = f"1 x {of_server}" if of_server else "in the trainer"
         row = [f"`presets/{name}.py`", c.MODEL[5:] + how, f"{world} x {gpu}", where, gb(size)]
         rows.append([*row, gb(server) if server else "", gb(in_ram(m)) if "offload" in how else ""])

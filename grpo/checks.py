@@ -30,6 +30,7 @@ KINDS = [  # (kind, constants)
     (or_("auto", WHOLE), "MICRO_BATCH_TOKENS SAMPLE_BATCH"),
     (or_("auto", FLAG), "GRADIENT_CHECKPOINTING"),
     (constants.DTYPE, "DTYPE"),
+    (constants.BITS, "BASE_BITS"),
     (one_of("grpo", "dapo", "dr_grpo"), "LOSS_TYPE"),  # grpo.loss.LOSS_TYPES, which needs torch
     (one_of("clip", "cispo"), "OBJECTIVE"),  # OBJECTIVES there
     (one_of("token", "sequence"), "RATIO_LEVEL"),
@@ -50,6 +51,14 @@ RELATIONS = [  # (constant, what it must be, whether it is), of constants of the
      lambda c: c.GROUP_SIZE >= 2 or c.REWARD_WEIGHTS == {}),
     ("SAMPLER", "'torch', as vLLM is not installed (pip install -e .[vllm])",
      lambda c: c.SAMPLER == "torch" or importlib.util.find_spec("vllm")),
+    ("BASE_BITS", "16 with LORA_RANK = 0: weights of 4 bits can't be trained, adapters can",
+     lambda c: c.BASE_BITS == 16 or c.LORA_RANK > 0),
+    ("BASE_BITS", "16, as bitsandbytes is not installed (pip install -e .[bits])",
+     lambda c: c.BASE_BITS == 16 or importlib.util.find_spec("bitsandbytes")),
+    ("SAMPLER", "'torch' with BASE_BITS = 4, as vLLM would sample with other weights",
+     lambda c: c.BASE_BITS == 16 or c.SAMPLER == "torch"),
+    ("OFFLOAD_OPTIMIZER", "False with BASE_BITS = 4, as the adapters' optimiser is small",
+     lambda c: c.BASE_BITS == 16 or not c.OFFLOAD_OPTIMIZER),
     ("SAMPLE_BATCH", "GROUP_SIZE or more, as a group is sampled as a whole",
      lambda c: c.SAMPLE_BATCH == "auto" or c.SAMPLE_BATCH >= c.GROUP_SIZE),
     ("TEMPERATURE", "above 0: at 0 all completions of a group are equal",

@@ -90,7 +90,7 @@ def whole_model(name, **options):
     if settings_in(name, "config.json").get("quantization_config"):
         raise SystemExit(
             f"the model {name!r} is quantized (quantization_config in config.json): take the model"
-            " that it was made from, in bfloat16, and set LORA_RANK = 16 if memory is short"
+            " that it was made from; if memory is short, set LORA_RANK = 16 and BASE_BITS = 4"
         )
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     options["generation_config"] = GenerationConfig()
@@ -137,8 +137,9 @@ def settings_in(name, file="generation_config.json"):
     return found if isinstance(found, dict) else {}
 
 
-def load_model(name, dtype, vocab_size):
+def load_model(name, dtype, vocab_size, bits=16):
     """Returns the model, on this process's GPU or the CPU, and the dtype's name (choose_dtype).
+    `bits`: of each weight, BASE_BITS.
 
     The model is in eval mode, as GPT-2's dropout of 0.1 would make the ratio noise. Raises
     SystemExit for the reasons of whole_model, if the embedding has fewer rows than the tokenizer
@@ -150,7 +151,12 @@ def load_model(name, dtype, vocab_size):
         logging.disable_progress_bar()
     # Loads straight to the GPU, else each rank would hold a whole model in RAM
     place = {} if device == "cpu" else {"device_map": {"": device}}
-    model = whole_model(name, dtype=getattr(torch, dtype), **place)
+    load = whole_model
+    if bits == 4:
+        from grpo.options.training.four_bits import load_in_4_bits
+
+        load = functools.partial(load_in_4_bits, whole_model)
+    model = load(name, dtype=getattr(torch, dtype), **place)
     if has_softcap(model.config):
         model.set_attn_implementation("eager")
     if getattr(model, "_hf_peft_config_loaded", False):

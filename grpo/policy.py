@@ -108,7 +108,7 @@ class Policy:
 def make_policy(c, tokenizer):
     """Returns the Policy of the constants `c`. Raises SystemExit if they do not fit the model."""
     torch.manual_seed(c.SEED)  # adapters are initialised at random
-    more = c.STOP_TOKENS, c.LORA_RANK, c.STOP_STRINGS
+    more = c.STOP_TOKENS, c.LORA_RANK, c.STOP_STRINGS, c.BASE_BITS
     policy = load_policy(c.MODEL, tokenizer, c.DTYPE, *more)
     check_context(c, policy.model.config)
     stops = [*tokenizer.convert_ids_to_tokens(sorted(policy.eos_ids)), *map(repr, c.STOP_STRINGS)]
@@ -126,10 +126,11 @@ def make_sampler(c, policy):
         return VLLMPolicy(c, policy.tokenizer, policy.model)
 
 
-def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_strings=()):
-    """Returns the Policy of a model (hub name or folder); see load_model for `dtype` and errors."""
+def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_strings=(), bits=16):
+    """Returns the Policy of a model (hub name or folder); see load_model for `dtype`, `bits` and
+    errors."""
     vocab_size, contexts = vocab_size_of(tokenizer), []
-    model, dtype = load_model(name, dtype, vocab_size)
+    model, dtype = load_model(name, dtype, vocab_size, bits)
     if dtype != "float32":
         from grpo.options.sampling.float32_head import ConvertedHead, give_float32_head
 
@@ -139,7 +140,8 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_string
         from grpo.options.training.lora import MergedAdapters, add_adapters
 
         add_adapters(model, lora_rank)
-        contexts.append(functools.partial(MergedAdapters, model))
+        if bits == 16:
+            contexts.append(functools.partial(MergedAdapters, model))
     eos_ids = stop_ids(name, tokenizer, stop_tokens)
     model.generation_config.eos_token_id = sorted(eos_ids)  # a checkpoint ends where the run did
     stops = None

@@ -29,12 +29,14 @@ class RemoteReference:
 
     part = "wait"
 
-    def __init__(self, server, model, policy):
-        self.server, self.info = server, server.info
+    def __init__(self, server, c, policy):
+        self.server, self.info, model = server, server.info, c.MODEL
         theirs = self.info["model"] != model and self.info.get("weights")  # or an older server
         if theirs and theirs == weights_of(policy.model):
             say(f"{self.info['model']} at {server.url} has the weights of MODEL = {model!r}")
             self.info = self.info | {"model": model}  # it is no teacher
+        if (bits := self.info.get("bits", 16)) != c.BASE_BITS:  # another model, by its log-probs
+            self.info = self.info | {"model": f"{self.info['model']} in {bits} bits"}
         self.what = f"{self.info['model']} at {server.url}"
         self.asked, self.answers = queue.SimpleQueue(), []  # (group, its Future); Futures
         in_background(self._score)

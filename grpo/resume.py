@@ -19,7 +19,8 @@ from grpo.ranks import gathered
 from grpo.report import RunFolder, commit, naming_run_dir
 
 FADE = 0.8  # per step: flat_share is a mean over about 1 / (1 - FADE) = 5 steps
-SAME = ("MODEL", "TASK", "LORA_RANK", "DTYPE")  # a run can't be resumed with other values
+# A run can't be resumed with other values of these
+SAME = ("MODEL", "TASK", "LORA_RANK", "BASE_BITS", "DTYPE")
 
 
 @dataclass
@@ -162,7 +163,7 @@ def open_run(c, record, engine, stream, reference, data, uses):
 def check_resumable(path, state, now):
     """Logs the constants that have changed. Raises SystemExit if a run with the constants `now`
     can't resume from the checkpoint `path`."""
-    before = state["constants"]
+    before = {"BASE_BITS": 16} | state["constants"]  # older checkpoints lack it
     rules = [(name, now[name], before[name]) for name in SAME]
     if state["progress"]["reference"]:  # only the checkpoint has the refreshed reference
         rules.append(("REF_SERVER", now["REF_SERVER"], None))

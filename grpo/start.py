@@ -109,7 +109,7 @@ def make_reference(c, policy, server):
     if server:
         from grpo.remote import RemoteReference
 
-        reference = RemoteReference(server, c.MODEL, policy)
+        reference = RemoteReference(server, c, policy)
     elif c.REFERENCE_REFRESH_STEPS:
         from grpo.options.training.refresh import RefreshedReference
 
@@ -127,11 +127,12 @@ def uses_of(c, policy, sampler, engine, recipe, reference):
     device = torch.cuda.get_device_name() if weight.is_cuda else weight.device.type
     packed = "packed, in one kernel" if model.varlen else "packed, in buckets"
     chunks = "in chunks, by Triton" if use_triton(weight) else "in chunks, by torch"
+    lora = f", LoRA of rank {c.LORA_RANK}" + " on weights of 4 bits" * (c.BASE_BITS == 4)
     beside = recipe.submit or environment_rewards(recipe.task)
     return {
         "ranks": dist.get_world_size(),
         "device": f"{device}, {training_threads()} CPU threads a rank",
-        "dtype": policy.dtype + f", LoRA of rank {c.LORA_RANK}" * bool(c.LORA_RANK),
+        "dtype": policy.dtype + lora * bool(c.LORA_RANK),
         "sampler": sampler.describe(c),
         "attention": packed if model.packs else "each completion with its prompt",
         "loss": chunks if c.FUSED_LOSS and model.separable else "all logits at once",

@@ -75,6 +75,7 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "sampling.vllm_policy": "grpo.policy grpo.prepare",  # SAMPLER, and what it needs
     "training.evidence": "grpo.report",  # a check of log-probs has failed
     "training.idle": "grpo.report",  # a step has nothing to train
+    "training.four_bits": "grpo.models",  # BASE_BITS
     "training.lora": "grpo.policy grpo.reference",  # LORA_RANK
     "training.recut": "grpo.checkpoint",  # a checkpoint of another number of ranks
     "training.refresh": "grpo.start",  # REFERENCE_REFRESH_STEPS

@@ -83,8 +83,12 @@ def test_a_preset_fits_its_gpus_and_what_saves_memory_is_needed(name):
     c, m, size, server = memory.of_preset(name)
     assert fits(size, gpu) and (not servers or fits(server, servers))
     for offload in [False, True] if c.LORA_RANK else [False] if c.OFFLOAD_OPTIMIZER else []:
-        *_, full, _ = memory.of_preset(name, LORA_RANK=0, OFFLOAD_OPTIMIZER=offload)
+        more = {"LORA_RANK": 0, "BASE_BITS": 16, "OFFLOAD_OPTIMIZER": offload}
+        *_, full, _ = memory.of_preset(name, **more)
         assert not fits(full, gpu)
+    if c.BASE_BITS == 4:
+        *_, whole, _ = memory.of_preset(name, BASE_BITS=16)
+        assert not fits(whole, gpu)
     told = re.sub(r"\s+", " ", doc_of(name))
     expected = [memory.CARDS[gpu], size / 1e9] + [server / 1e9] * (server > 0)
     expected += [memory.in_ram(m) / 1e9] * c.OFFLOAD_OPTIMIZER

@@ -27,6 +27,7 @@ MEASURED = 1e-5  # rounding of float32 over batches
 
 def constants(**changes):
     c = SimpleNamespace(KL_BETA=0.1, LORA_RANK=0, TEMPERATURE=1.0, REFERENCE_REFRESH_STEPS=0)
+    c.BASE_BITS = 16
     c.MODEL, c.MICRO_BATCH_TOKENS = "tiny", 24
     c.REFERENCE, c.DTYPE, c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS = None, "float32", 8, 8
     vars(c).update(changes)

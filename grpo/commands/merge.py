@@ -3,7 +3,8 @@
     python -m grpo.commands.merge ADAPTER OUT
 
 OUT becomes a model in Hugging Face format, in the base model's dtype, with the adapter's tokenizer.
-MODEL may name OUT.
+MODEL may name OUT. After a run with BASE_BITS = 4 the base is the model before it was rounded, so
+OUT is not quite what was trained: the command says how far their log-probs differ.
 """
 
 import json
@@ -13,12 +14,27 @@ import tempfile
 import warnings
 from pathlib import Path
 
+import torch
+
 from grpo.checkpoint import CONSTANTS
 from grpo.constants import fault_of
+from grpo.forward import CompletionModel
 from grpo.log import say
-from grpo.models import as_umask, load_tokenizer, settings_in, stop_ids, token_ids, whole_model
+from grpo.models import (
+    as_umask,
+    load_model,
+    load_tokenizer,
+    settings_in,
+    stop_ids,
+    token_ids,
+    vocab_size_of,
+    whole_model,
+)
+from grpo.options.training.four_bits import is_in_4_bits
+from grpo.scoring import score_batch
 
 CONFIG = "adapter_config.json"
+ANSWERS = 8  # that are compared, after a run with BASE_BITS = 4
 
 
 def base_of(model):
@@ -39,7 +55,8 @@ def load_base_tokenizer(model):
 
 def merge_into(model, folder):
     """Adds the adapter in `folder`, if there is one, to its base `model`, in place. PEFT loads
-    adapters in float32 and rounds the sum once. Raises SystemExit if the two do not match."""
+    adapters in float32 and rounds the sum once. A `model` in 4 bits keeps the adapter beside its
+    layers. Raises SystemExit if the two do not match."""
     if not Path(folder, CONFIG).is_file():
         return
     from peft import PeftModel
@@ -56,7 +73,42 @@ def merge_into(model, folder):
         raise SystemExit(
             f"the adapter {folder} does not fit the base model named in its {CONFIG}: {error}"
         ) from error
-    adapted.merge_and_unload()
+    if is_in_4_bits(model):
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.data = parameter.data.to(model.dtype)  # as it was trained
+    else:
+        adapted.merge_and_unload()
+
+
+def bits_of(model):
+    """Returns BASE_BITS of the run that trained the adapter in the folder `model`; 16 for any other
+    model."""
+    trained = settings_in(model, CONSTANTS) if Path(model, CONFIG).is_file() else {}
+    return trained.get("BASE_BITS", 16)
+
+
+def compare(adapter, merged, tokenizer):
+    """Logs how far log-probs of the `merged` model are from those of the adapter beside 4 bits, on
+    the newest answers that the run has kept."""
+    log = Path(adapter).resolve().parent / "samples.jsonl"
+    lines = log.read_text().splitlines()[-ANSWERS:] if log.exists() else []
+    if not (records := list(map(json.loads, lines))):
+        return say(f"{log} has no answers, on which to compare OUT with what was trained")
+    texts = [[r[part] for r in records] for part in ("prompt", "completion")]
+    prompts, answers = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in texts)
+    vocab_size, dtype = vocab_size_of(tokenizer), settings_in(adapter, CONSTANTS)["DTYPE"]
+    trained, _ = load_model(base_of(adapter), dtype, vocab_size, bits=4)
+    merge_into(trained, adapter)
+    found = []
+    for model in (trained, merged):
+        parts = score_batch(CompletionModel(model), prompts, answers, 1.0, vocab_size)
+        found.append(torch.cat(parts).double())
+    d = found[1] - found[0]
+    say(
+        f"log-probs of {len(d)} tokens in {len(records)} answers of the run: OUT differs from the"
+        f" trained model by {d.abs().mean():.2g} in the mean; k3 {(d.expm1() - d).mean():.2g}"
+    )
 
 
 def merge(adapter, out):
@@ -73,6 +125,8 @@ def merge(adapter, out):
     model = whole_model(base, dtype="auto")
     model.generation_config.eos_token_id = sorted(ends)
     merge_into(model, adapter)
+    if bits_of(adapter) == 4:
+        compare(adapter, model, tokenizer)
     final = Path(out).resolve()
     final.parent.mkdir(parents=True, exist_ok=True)
     # A half of a model must not look like one

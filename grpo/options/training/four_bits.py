@@ -1,0 +1,32 @@
+"""BASE_BITS = 4: the frozen model under LoRA's adapters has 4 bits a weight (QLoRA, 2305.14314).
+
+bitsandbytes rounds the linear layers but the LM head to NF4 while MODEL is loaded, 64 weights to a
+scale, and the scales to 8 bits: 4.13 bits a weight. Each product converts its layer's weights back
+to DTYPE, in forward and backward. A sum of a weight and its adapter would have to be rounded to 4
+bits again. So adapters run beside their layers, also while tokens are sampled, and the reference is
+the model without them. All three run the same layers: check_sampler finds rounding alone.
+"""
+
+
+def load_in_4_bits(load, name, dtype, **place):
+    """Returns load(name, ...), models.whole_model's model, in 4 bits; `dtype` is that of products
+    and of all that is not a linear layer."""
+    import bitsandbytes
+    from transformers import BitsAndBytesConfig
+
+    rounding = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    model = load(name, dtype=dtype, quantization_config=rounding, **place)
+    for layer in model.modules():
+        if isinstance(layer, bitsandbytes.nn.Linear4bit):
+            # On CPUs with bfloat16 it would sample by another product than it trains
+            layer.support_avx512bf16_for_cpu = False
+    return model
+
+
+def is_in_4_bits(model):
+    return getattr(model, "is_loaded_in_4bit", False)
