@@ -10,7 +10,7 @@ A run reads them once, into an object `c` that can't be changed: trainer.STEPS =
 A function marked "collective" must be called by every rank; if one rank skips it, the others hang.
 
 GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3) needs no value network: a completion's advantage is its
-reward, centred and scaled within the G completions of its prompt. The code follows the paper's
+reward, centered and scaled within the G completions of its prompt. The code follows the paper's
 algorithm 1 and names its lines (docs/loss.md); the paper's step is a rollout here. Deviations:
   - Every mean is taken over the whole step, all ranks and micro-batches, never over a micro-batch.
   - We do not copy the old policy (line 6). The first update on a rollout uses its log-probs as the
@@ -20,7 +20,7 @@ algorithm 1 and names its lines (docs/loss.md); the paper's step is a rollout he
 
 Symbols: G completions per prompt, P prompt tokens, T completion tokens, B sequences (a prompt and
 one completion each) per micro-batch, N their completion tokens, V ids of the tokenizer, V' rows of
-the LM head, H hidden size. A `step` is one optimiser update, or an attempt with nothing to train.
+the LM head, H hidden size. A `step` is one optimizer update, or an attempt with nothing to train.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ REWARD_WEIGHTS = None  # {reward: weight} (reward_weights); None: the task's; {}
 # A token's loss is divided by the completion's length ("grpo"), by the number of tokens of the step
 # ("dapo"), or by a constant ("dr_grpo").
 LOSS_TYPE = "grpo"
-# Divides advantages by the group's std. False only centres them, which gives very easy and very
+# Divides advantages by the group's std. False only centers them, which gives very easy and very
 # hard prompts no extra weight (Dr. GRPO).
 ADVANTAGE_STD = True
 # A token's ratio is its new probability over its old one. A token with a negative advantage has no
@@ -82,7 +82,7 @@ RATIO_LEVEL = "token"  # or "sequence": a ratio per completion (GSPO: CLIP_LOW 3
 # Truncated importance sampling corrects for a sampler whose log-probs differ from the trainer's: a
 # token's objective is multiplied by p_trainer / p_sampler, by IS_CAP at most. 0: off.
 IS_CAP = 2.0
-# Optimiser updates on each rollout, mu (num_iterations). Higher reuses samples and is off-policy;
+# Optimizer updates on each rollout, mu (num_iterations). Higher reuses samples and is off-policy;
 # with 1, only workers' older groups can be clipped.
 UPDATES_PER_ROLLOUT = 1
 
@@ -94,8 +94,8 @@ MAX_STALENESS = 4  # groups sampled more than N updates ago are dropped; higher 
 REFERENCE = None  # without a server: a reference model that has MODEL's tokenizer; None: MODEL
 REFERENCE_REFRESH_STEPS = 0  # without a server: the policy becomes the reference every N steps
 
-# --- Optimisation -------------------------------------------------------------------
-STEPS = 500  # optimiser updates, and attempts with nothing to train (max_steps)
+# --- Optimization -------------------------------------------------------------------
+STEPS = 500  # optimizer updates, and attempts with nothing to train (max_steps)
 LEARNING_RATE = 1e-6  # higher learns faster until it diverges; LoRA needs about ten times as much
 LORA_RANK = 0  # 16 or 32: trains LoRA adapters of that rank, the model is frozen; 0: full training
 WARMUP_STEPS = 10  # the learning rate rises linearly from 0 in this many steps
@@ -162,7 +162,7 @@ def sample_rollout(run):
 
     Workers' groups are taken first; ranks sample what is missing. The share of flat groups in
     recent steps decides how many groups a round starts. Started groups are always finished
-    and used. Stopping at the first PROMPTS_PER_STEP would favour short completions.
+    and used. Stopping at the first PROMPTS_PER_STEP would favor short completions.
     """
     c, p, clock, counts, sampled = run.c, run.progress, run.clock, Counter(), []
     with clock.part("wait"), ranks.all_or_none():  # collective

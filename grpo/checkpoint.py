@@ -2,7 +2,7 @@
 
 A checkpoint is a model in Hugging Face format, which MODEL may name, and a folder `trainer`:
 
-    optimizer_0.pt ...  a rank's part of the optimiser and of the float32 weights
+    optimizer_0.pt ...  a rank's part of the optimizer and of the float32 weights
     rank_0.json ...     its position in the data and its random number generators
     reference.safetensors    the reference, once REFERENCE_REFRESH_STEPS has replaced it
     state.json          the run's progress, and the sizes of every rank's files

@@ -81,8 +81,8 @@ def learning_rate(c, step):
 
 
 def take_step(engine, rate, seed):
-    """Collective: takes the optimiser's step with this learning rate, unless a part of the gradient
-    is not finite: then weights and optimiser stay as they are, on all ranks. Returns metrics: the
+    """Collective: takes the optimizer's step with this learning rate, unless a part of the gradient
+    is not finite: then weights and optimizer stay as they are, on all ranks. Returns metrics: the
     gradient's norm before clipping (-1 or not finite: no step), and changed weights in bfloat16."""
     for group in engine.optimizer.param_groups:
         group["lr"] = rate

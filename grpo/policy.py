@@ -107,7 +107,7 @@ class Policy:
 
 def make_policy(c, tokenizer):
     """Returns the Policy of the constants `c`. Raises SystemExit if they do not fit the model."""
-    torch.manual_seed(c.SEED)  # adapters are initialised at random
+    torch.manual_seed(c.SEED)  # adapters are initialized at random
     more = c.STOP_TOKENS, c.LORA_RANK, c.STOP_STRINGS
     policy = load_policy(c.MODEL, tokenizer, c.DTYPE, *more)
     check_context(c, policy.model.config)

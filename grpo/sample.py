@@ -32,7 +32,7 @@ class Prompt(NamedTuple):
 class Sample:
     """One completion of T tokens, from the sampler to the loss."""
 
-    ids: list[int]  # as sampled: text is never tokenised again
+    ids: list[int]  # as sampled: text is never tokenized again
     logps: list[float]  # of each id, at the sampling temperature, from float32
     truncated: bool = False  # cut at the limit, and not ended by EOS or a stop string
     is_model_token: list[bool] | None = None  # False: the task added the id (turns); None: all True
