@@ -29,7 +29,7 @@ class Policy:
 
     @property
     def noise(self):
-        """The largest mean k3 to its log-probs that counts as rounding."""
+        """The largest mean k3, between trainer and sampler, that counts as rounding."""
         return NOISE[self.dtype]
 
     def stream(self, prompts, *, seed, **settings):

@@ -7,7 +7,8 @@ as a new prompt does, all ids in one pass.
 
 from dataclasses import replace
 
-LONGEST, SHARE = 64, 1 / 4  # of a reply: tokens, and share of the prompt; chosen, not measured
+# A longer reply is run as a new prompt: tokens, share of the conversation (chosen, not measured)
+LONGEST, SHARE = 64, 1 / 4
 
 
 def continue_rows(running, decoder, prompts):
