@@ -81,9 +81,9 @@ def learning_rate(c, step):
 
 
 def take_step(engine, rate, seed):
-    """Collective: takes the optimizer's step with this learning rate, unless a part of the gradient
-    is not finite: then weights and optimizer stay as they are, on all ranks. Returns metrics: the
-    gradient's norm before clipping (-1 or not finite: no step), and changed weights in bfloat16."""
+    """Collective: takes the optimizer's step with this learning rate. If a part of the gradient is
+    not finite, weights and optimizer stay as they are, on all ranks. Returns metrics: the norm of
+    the gradient before clipping (-1 or not finite: no step), and changed weights in bfloat16."""
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
     metrics = {}
@@ -111,8 +111,8 @@ def give_weights(engine, seed):
 
 
 def training_threads():
-    """Returns a rank's CPU threads for forward, backward and update: torch's if OMP_NUM_THREADS is
-    above 1, else the rank's share of the cores, as torchrun sets 1 for each rank."""
+    """Returns how many CPU threads a rank has for forward, backward and update: torch's number if
+    OMP_NUM_THREADS is above 1 (torchrun sets 1), otherwise the rank's share of the cores."""
     if os.environ.get("OMP_NUM_THREADS", "1") != "1":
         return torch.get_num_threads()
     # Set by deepspeed, or torchrun. If each rank took all cores, a step would take twice the time

@@ -24,8 +24,8 @@ SAME = ("MODEL", "TASK", "LORA_RANK", "DTYPE")  # a run can't be resumed with ot
 
 @dataclass
 class Progress:
-    """What a checkpoint keeps in addition to weights, optimizer and random number generators. None:
-    never, or no accuracy, as OUTCOME applied to no question."""
+    """What a checkpoint keeps in addition to weights, optimizer and random number generators. None
+    means never (or no accuracy, because OUTCOME applied to no question)."""
 
     name: str  # of the run: its folder's name and a random suffix
     step: int = 0  # steps made
