@@ -7,8 +7,8 @@ hardly moves, and no check notices, because sampler, trainer and workers share i
 
 Here a master w between the neighbors a < b becomes b with the probability (w - a) / (b - a), so
 that its mean is w (stochastic rounding, 1502.02551; of bfloat16 weights: 2010.06192). An update of
-1e-6 then changes 1 % of the weights, which together move as far as the masters; rounded to the
-nearest they move 0.5 % of that (experiments/rounding.py moved, SmolLM2-135M).
+1e-6 then changes 1% of the weights, which together move as far as the masters; rounded to the
+nearest they move 0.5% of that (experiments/rounding.py moved, SmolLM2-135M).
 
 Deviation: a weight's random number does not change from step to step. It is a hash of SEED and of
 the weight's place in the row of all trained weights. So a weight changes only when its master has
