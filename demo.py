@@ -5,7 +5,7 @@
     python demo.py 3 shuffled   # control: rewards are shuffled within each group, accuracy falls
     python demo.py 3 RUN_DIR=runs/third STEPS=50    # another folder, fewer steps (see DEFAULTS)
 
-A warm start trains a Qwen2 of 126 000 parameters on sloppy examples. The model can add and subtract
+A warm start trains a Qwen2 of 126,000 parameters on sloppy examples. The model can add and subtract
 and knows the tags, but often picks the wrong operator and rarely writes the tags. Then two
 processes, ref_server.py and grpo_ref_split.py, train it. GRPO makes the model do reliably what it
 could do but rarely did; it teaches no arithmetic. The constants in presets/demo.py were chosen on

@@ -10,17 +10,17 @@ A run reads them once, into an object `c` that can't be changed: trainer.STEPS =
 A function marked "collective" must be called by every rank; if one rank skips it, the others hang.
 
 GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3) needs no value network: a completion's advantage is its
-reward, centred and scaled within the G completions of its prompt. The code follows the paper's
+reward, centered and scaled within the G completions of its prompt. The code follows the paper's
 algorithm 1 and names its lines (docs/loss.md); the paper's step is a rollout here. Deviations:
   - Every mean is taken over the whole step, all ranks and micro-batches, never over a micro-batch.
-  - We do not copy the old policy (line 6). The first update on a rollout uses its log-probs as the
-    old log-probs, so the ratio is exactly 1. With a worker's group in it, it uses the sampler's.
-  - Flat groups, whose completions are all right or all wrong (SKIP_FLAT_GROUPS), are skipped and
-    replaced (DAPO, 2503.14476, sec. 3.2). They could teach at most the other rewards.
+  - We do not copy the old policy (line 6). The first update on a rollout uses its own log-probs as
+    old log-probs, so the ratio is exactly 1. If a worker sampled any group, it uses the sampler's.
+  - Groups that are all right or all wrong ("flat") are skipped and replaced (SKIP_FLAT_GROUPS;
+    DAPO, 2503.14476, sec. 3.2). They say nothing about correctness, only about other rewards.
 
 Symbols: G completions per prompt, P prompt tokens, T completion tokens, B sequences (a prompt and
 one completion each) per micro-batch, N their completion tokens, V ids of the tokenizer, V' rows of
-the LM head, H hidden size. A `step` is one optimiser update, or an attempt with nothing to train.
+the LM head, H hidden size. A `step` is one optimizer update, or an attempt with nothing to train.
 """
 
 import contextlib
@@ -53,13 +53,12 @@ SAMPLE_BATCH = "auto"  # completions that a rank samples at once; more are faste
 SAMPLER = "torch"  # or "vllm", in ranks and workers (pip install -e .[vllm]; docs/performance.md)
 VLLM_CACHE_GB = 10.0  # GPU memory of vLLM's KV cache; more lets it sample more at once
 VLLM_SLEEP = False  # True: vLLM frees its GPU memory whenever there is nothing to sample
-MASK_TRUNCATED = True  # does not train on truncated completions, but their rewards count
-# Over the last N tokens before the limit, the reward falls by up to 1 (DAPO). 0: off.
-OVERLONG_TOKENS = 0
-# Flat groups are skipped: their completions all have the same OUTCOME ("outcome"), or the same
-# total reward ("reward"). False trains on every group.
+MASK_TRUNCATED = True  # True: truncated completions are not trained, but count in group means
+OVERLONG_TOKENS = 0  # in the last N tokens before the limit, rewards fall by up to 1 (DAPO); 0: off
+# Skips flat groups, whose completions all have the same OUTCOME ("outcome") or the same total
+# reward ("reward"). False: trains on every group.
 SKIP_FLAT_GROUPS = "outcome"
-MAX_REFILLS = 4  # at most this many times PROMPTS_PER_STEP replacements for flat groups
+MAX_REFILLS = 4  # replaces flat groups by at most N times PROMPTS_PER_STEP groups; 0: by none
 CHAT_TEMPLATE = {}  # options of the model's chat template, such as {"enable_thinking": False}
 OUTCOME = None  # name of the reward that decides correctness: above 0 is correct; None: the task's
 REWARD_WEIGHTS = None  # {reward: weight} (reward_weights); None: the task's; {}: only the KL trains
@@ -68,37 +67,37 @@ REWARD_WEIGHTS = None  # {reward: weight} (reward_weights); None: the task's; {}
 # A token's loss is divided by the completion's length ("grpo"), by the number of tokens of the step
 # ("dapo"), or by a constant ("dr_grpo").
 LOSS_TYPE = "grpo"
-# Divides advantages by the group's std. False only centres them, which gives very easy and very
-# hard prompts no extra weight (Dr. GRPO).
+# True: divides advantages by the group's std. False: only centers them, so that very easy and very
+# hard prompts get no extra weight (Dr. GRPO).
 ADVANTAGE_STD = True
 # A token's ratio is its new probability over its old one. A token with a negative advantage has no
 # gradient below the ratio 1 - CLIP_LOW, one with a positive advantage none above 1 + CLIP_HIGH.
 CLIP_LOW = 0.2  # higher clips less, and the policy may move farther on one rollout (epsilon)
 CLIP_HIGH = 0.2  # higher, such as 0.28, lets rare tokens become likely faster (epsilon_high)
 KL_BETA = 0.04  # weight of the KL penalty; higher stays nearer; 0 needs no reference (beta)
-UNBIASED_KL = False  # True: the KL times the ratio; its gradient is unbiased (DeepSeek-V3.2)
+UNBIASED_KL = False  # True: multiplies the KL by the ratio, for an unbiased gradient (V3.2)
 OBJECTIVE = "clip"  # or "cispo": clipped tokens keep a gradient, weighted by the clipped ratio
 RATIO_LEVEL = "token"  # or "sequence": a ratio per completion (GSPO: CLIP_LOW 3e-4, CLIP_HIGH 4e-4)
 # Truncated importance sampling corrects for a sampler whose log-probs differ from the trainer's: a
 # token's objective is multiplied by p_trainer / p_sampler, by IS_CAP at most. 0: off.
 IS_CAP = 2.0
-# Optimiser updates on each rollout, mu (num_iterations). Higher reuses samples and is off-policy;
-# with 1, only workers' older groups can be clipped.
+# Optimizer updates on each rollout, mu (num_iterations). More reuse the samples, off-policy. With 1
+# only groups of workers, which may be older, can be clipped.
 UPDATES_PER_ROLLOUT = 1
 
 # --- Workers, and a reference that is refreshed ----------------------------------------
-PUBLISH_STEPS = 0  # workers get a new policy every N steps; higher is staler; 0: no workers
+PUBLISH_STEPS = 0  # workers get a new policy every N steps; more is staler; 0: no workers
 TRAINER = "http://127.0.0.1:59876"  # where rank 0 serves workers; other machines need GRPO_TOKEN
-TRAINER_SAMPLES = True  # ranks sample what workers have not sent; False: only workers sample
-MAX_STALENESS = 4  # groups sampled more than N updates ago are dropped; higher keeps older ones
+TRAINER_SAMPLES = True  # True: ranks sample what workers have not sent; False: only workers do
+MAX_STALENESS = 4  # groups sampled more than N updates ago are dropped; more keeps older groups
 REFERENCE = None  # without a server: a reference model that has MODEL's tokenizer; None: MODEL
-REFERENCE_REFRESH_STEPS = 0  # without a server: the policy becomes the reference every N steps
+REFERENCE_REFRESH_STEPS = 0  # without a server: every N steps the policy becomes the reference
 
-# --- Optimisation -------------------------------------------------------------------
-STEPS = 500  # optimiser updates, and attempts with nothing to train (max_steps)
+# --- Optimization -------------------------------------------------------------------
+STEPS = 500  # optimizer updates, and attempts with nothing to train (max_steps)
 LEARNING_RATE = 1e-6  # higher learns faster until it diverges; LoRA needs about ten times as much
-LORA_RANK = 0  # 16 or 32: trains LoRA adapters of that rank, the model is frozen; 0: full training
-BASE_BITS = 16  # 4: the frozen model under LoRA is rounded to 4 bits a weight (needs .[bits])
+LORA_RANK = 0  # 16 or 32: trains LoRA adapters of that rank on a frozen model; 0: full training
+BASE_BITS = 16  # 4: LoRA's frozen model has 4 bits a weight (pip install -e .[bits])
 WARMUP_STEPS = 10  # the learning rate rises linearly from 0 in this many steps
 FINAL_LR = 1.0  # share of LEARNING_RATE that is left at the last step; 1: constant
 LR_SCHEDULE = "linear"  # or "cosine": shape of the decay to FINAL_LR (lr_scheduler_type)
@@ -109,8 +108,8 @@ SEED = 0  # random seed of the order of questions and of sampling
 
 # --- Memory: "auto" is found by trial on a GPU; if memory runs out later, set a value ----------
 MICRO_BATCH_TOKENS = "auto"  # tokens per forward and backward; fewer save memory; same gradient
-FUSED_LOSS = True  # log-probs in chunks (grpo_loss_triton.py); False holds all logits
-GRADIENT_CHECKPOINTING = "auto"  # True recomputes activations: a third slower, far less memory
+FUSED_LOSS = True  # True: log-probs in chunks (grpo_loss_triton.py); False: holds all logits
+GRADIENT_CHECKPOINTING = "auto"  # True: recomputes activations; a third slower, far less memory
 OFFLOAD_OPTIMIZER = False  # True: master weights, Adam states and the update are in CPU memory
 DTYPE = "auto"  # bfloat16 on a GPU (with float32 master weights), float32 on a CPU
 
@@ -121,11 +120,11 @@ EVAL_QUESTIONS = 512  # uses the first N questions of the split; more are more p
 # Steps between checkpoints (the model + 12 bytes per trained parameter), besides the last step's.
 SAVE_STEPS = 100  # 0: never, and nothing is left of the run but its metrics and samples
 KEEP_CHECKPOINTS = 2  # the newest N checkpoints are kept, older ones deleted
-KEEP_BEST = True  # also keeps the checkpoint of the best evaluation: RUN_DIR/best
+KEEP_BEST = True  # True: also keeps the checkpoint of the best evaluation, RUN_DIR/best
 REPORT_TO = []  # "tensorboard", "wandb" or functions, which get each step's metrics, too
 WAIT_LIMIT_SECONDS = 600  # the run ends after this long without the server or workers' groups
 REWARD_TIMEOUT_SECONDS = 60  # the run ends if the rewards of a group take longer
-MAX_FAILED_REWARDS = 0  # so many of a process's last 200 completions may fail in the task's code
+MAX_FAILED_REWARDS = 0  # how many of a process's last 200 completions may fail in the task's code
 # The run ends after N steps in a row with nothing to train, or with a gradient that is not finite.
 IDLE_LIMIT = 10
 
@@ -157,13 +156,14 @@ from grpo.task import load_questions
 
 # --- Sample: algorithm 1, lines 5, 7, 8, 9 ---------------------------------------------
 def sample_rollout(run):
-    """Collective: returns (groups, metrics, sampled): the groups that all ranks train next, with
-    the reference's log-probs; means over the sampled groups, by name; all groups that this rank
-    sampled or took from workers, flat ones too.
+    """Collective: samples a rollout, and returns
+    groups: what all ranks train next, with the reference's log-probs;
+    metrics: {name: mean over the sampled groups};
+    sampled: every group of this rank, including workers' groups and flat ones.
 
     Workers' groups are taken first; ranks sample what is missing. The share of flat groups in
     recent steps decides how many groups a round starts. Started groups are always finished
-    and used. Stopping at the first PROMPTS_PER_STEP would favour short completions.
+    and used. Stopping at the first PROMPTS_PER_STEP would favor short completions.
     """
     c, p, clock, counts, sampled = run.c, run.progress, run.clock, Counter(), []
     with clock.part("wait"), ranks.all_or_none():  # collective
@@ -227,10 +227,10 @@ def set_advantages(recipe, groups):
 
 # --- Samples to train: line 6 ----------------------------------------------------------
 def samples_to_train(recipe, groups, step):
-    """Returns (the groups' samples, which train the policy after `step` steps; whose log-probs are
-    the old ones: batch_loss's `old`). MASK_TRUNCATED leaves out truncated ones; they still count in
-    their group's mean and as sequences. Line 6: if a worker or another policy sampled any group,
-    the sampler's log-probs are the old ones for all samples, as a micro-batch mixes groups."""
+    """Returns (samples, old): the groups' samples, with their weights, and `old` for batch_loss.
+    `step` counts the policy's updates. Truncated samples are left out with MASK_TRUNCATED; they
+    still count in their group's mean and as sequences. Line 6: if a worker or another policy
+    sampled any group, all samples use the sampler's log-probs, as a micro-batch mixes groups."""
     c, samples = recipe.c, []
     for group in groups:
         for sample in group.samples:
@@ -258,8 +258,8 @@ def batch_loss(c, hidden, head, ids, batch, vocab_size, old="now", version=0):
     which alone are trained.
 
     `hidden` are the states that predict the completions' `ids`, a row per token; `head` is (V', H).
-    The `old` log-probs are those of this update ("now"), those that the rollout's first update has
-    "kept", or the "sampler"'s. `version` is the number of steps of the weights that are trained.
+    `old` names the old log-probs: "now", this update's own; "kept", from the rollout's first
+    update; or "sampler". `version` counts the updates of the weights that are trained.
     """
     if any(s.is_model_token for s in batch):  # the task's tokens pass neither head nor loss
         masks = [torch.tensor(s.is_model_token or [True] * len(s.ids)) for s in batch]
@@ -298,7 +298,7 @@ def batch_loss(c, hidden, head, ids, batch, vocab_size, old="now", version=0):
 
 def accumulate(run, samples, old, version):
     """Collective: accumulates the gradient of a step's samples, in micro-batches of at most
-    MICRO_BATCH_TOKENS tokens; returns means over the step's tokens. `old`, `version`: batch_loss's.
+    MICRO_BATCH_TOKENS tokens; returns means over the step's tokens. batch_loss explains the rest.
 
     The token weights already divide by the whole step's counts, and the ranks' gradients are
     summed, not averaged (engine_config). So 1 x 8 micro-batches, 8 x 1 and 2 ranks x 4 give the
@@ -326,7 +326,7 @@ def accumulate(run, samples, old, version):
 # --- Update: line 11 -------------------------------------------------------------------
 def update(run, samples, step, old):
     """Collective: makes the update of step `step` (from 1) on the samples (line 11); returns
-    metrics. If the gradient is not finite, no weight changes ("skipped"). `old`: batch_loss's."""
+    metrics. If the gradient is not finite, no weight changes ("skipped"). `old`: see batch_loss."""
     c, rate = run.c, learning_rate(run.c, step)
     limit = out_of_memory_names("MICRO_BATCH_TOKENS", run.sizes.micro_batch_tokens)
     with run.clock.part("backward"), cpu_threads(), limit:
@@ -363,7 +363,7 @@ def train(run):
 
 
 def train_on(run, groups, metrics, sampled, place, last, bar):
-    """Collective: makes a rollout's updates, none after step `last`; `place`: the run's before."""
+    """Collective: makes a rollout's updates, up to step `last`. `place`: see back_if_failed."""
     c, p, before = run.c, run.progress, run.progress.step
     with checkpoint.back_if_failed(run, place), ranks.all_or_none():  # collective
         samples, old = samples_to_train(run.recipe, groups, before)  # line 6

@@ -3,16 +3,17 @@
     python test_qiudao.py                     # read the story; LANG=zh_CN.UTF-8: in Chinese
     python -m pytest test_qiudao.py           # check it
 
-Each line of numbers is `what: by hand = value`: the derivation, and what torch and grpo/loss.py
-computed; the two were compared. Most lessons share one policy. It draws one of three tokens,
-with probabilities p = (1/2, 1/4, 1/4) and rewards R = (1, 2, 0). Terms: docs/learn.md.
+A line of numbers reads `what: by hand = value`. The value is what torch and grpo/loss.py computed,
+and it has been compared with the derivation by hand. Most lessons share one policy, which draws one
+of three tokens with probabilities p = (1/2, 1/4, 1/4), for rewards R = (1, 2, 0). [o = j] is 1 if o
+is j, otherwise 0; d is the derivative by the logits. Terms: docs/learn.md.
 ---
 求导：GRPO 训练时 autograd 究竟看到了什么，共十课。
 
 数字行的格式是“名称: 手算 = 数值”：等号左边是手推的式子，右边是 torch 和 grpo/loss.py 算出的结果，
 两边已核对相等。多数课用同一个 policy：从三个 token 中采样一个，概率 p = (1/2, 1/4, 1/4)，reward
 R = (1, 2, 0)。术语见 docs/learn.zh.md（reward 即奖励，policy 即策略，advantage 即优势，
-baseline 即基线，checker 即判分程序）。
+baseline 即基线，checker 即判分程序）。[o = j]：o 等于 j 时为 1，否则为 0；d 是对 logits 求导。
 """
 
 import inspect
@@ -91,18 +92,17 @@ def test_1_the_policy_gradient():
 
 def test_2_a_one_that_has_a_gradient():
     """2. exp(logp - logp.detach()) is always 1, and yet its gradient is that of logp.
-    `detach` keeps a value and cuts the path: autograd sees a constant. So x * x has the slope 2x,
+    `detach` keeps a value and cuts the path, so autograd sees a constant: x * x has the slope 2x,
     x * x.detach() only x. Likewise the gradient of exp(logp - c) is exp(logp - c) = 1 times that of
     logp; times an advantage A this is lesson 1. So a rollout's first update needs no second forward
-    pass: without old_logps, policy_loss detaches logp itself. Forget the `detach`, and logp - logp
-    is 0: the ratio is 1, as it should be; only grad_norm, 0, shows that nothing learns.
+    pass: without old_logps, policy_loss detaches logp itself. If you forget the `detach`,
+    logp - logp is 0 and the ratio is 1, as it should be. Only grad_norm shows the mistake: it is 0.
     ---
     2. exp(logp - logp.detach()) 恒等于 1，梯度却是 logp 的梯度。
     `detach` 保留数值、切断反向传播：autograd 只看到常数。所以 x * x 的斜率是 2x，而 x * x.detach()
     只有 x。同理，exp(logp - c) 的梯度是 exp(logp - c) = 1 乘以 logp 的梯度；再乘以 advantage A，就
     是第 1 课。因此每个 rollout 的首次更新不必多做一次 forward：没有 old_logps 时，policy_loss 自己
-    detach logp。忘了 `detach`，logp - logp 是 0：ratio 是 1，没有错；只有 grad_norm 为 0 露了馅。
-    """
+    detach logp。忘了 `detach`，logp - logp 是 0：ratio 是 1，没错；只有 grad_norm 为 0 露馅。"""
     x = torch.tensor(3.0, requires_grad=True)
     check("d(x * x)/dx", gradient(x * x, x), "2 * 3")
     check("d(x * x.detach())/dx", gradient(x * x.detach(), x), "1 * 3")
@@ -119,10 +119,10 @@ def test_2_a_one_that_has_a_gradient():
 
 def test_3_the_loss_is_zero_and_the_model_learns():
     """3. The first loss is 0 and the model learns; where it is not 0, it means as little.
-    At the first update r = 1: the loss, KL aside, is -sum w A. With LOSS_TYPE "grpo" each
-    completion has sum w = 1/G, and advantages sum to 0: so does the loss, be the model good or bad.
-    In the gradient, -sum w A d logp, each A has another factor. The group below has each token with
-    its frequency under p: minus the gradient of lesson 1, and an SGD step of rate 1 raises E[R].
+    At the first update r = 1, so without the KL the loss is -sum w A. With LOSS_TYPE "grpo" each
+    completion has sum w = 1/G and advantages sum to 0, so the loss is 0, be the model good or bad.
+    In the gradient, -sum w A d logp, each A has another factor. The group below has each token as
+    often as p says: it is minus the gradient of lesson 1, and an SGD step of rate 1 raises E[R].
     With "dapo" (w = 1/N) and unequal lengths, or if MASK_TRUNCATED drops one, the A do not cancel.
     ---
     3. 首次 loss 是 0，模型却在学；loss 不是 0 时，同样说明不了什么。
@@ -149,11 +149,11 @@ def test_3_the_loss_is_zero_and_the_model_learns():
 
 def test_4_the_baseline():
     """4. A baseline keeps the direction, and a good one saves samples.
-    E[b d log p_o] = b sum d p_o = b d 1 = 0: subtracting b leaves the mean gradient as it was. The
-    noise, variance / |mean|^2, changes, and it sets the samples needed: b = E[R] cuts it to a
-    third; if all earn 9 more, it is 125.6 without b, as before with it. The group's mean holds the
-    completion's R: 1/G of each push is taken back; the noise is RLOO's (mean of the others).
-    Below, all 81 groups of G = 4, each by its probability. By hand: token o pushes by (R - b) s,
+    E[b d log p_o] = b sum d p_o = b d 1 = 0, so subtracting b leaves the mean gradient as it was.
+    But the noise, variance / |mean|^2, which decides how many samples we need, changes: b = E[R]
+    cuts it to a third. (If all earn 9 more, it is 125.6 without b.) A group's mean contains the
+    completion's own R, which takes back 1/G of each push; the noise is RLOO's (mean of the others).
+    Below are all 81 groups of G = 4, by their probability. By hand: token o pushes by (R - b) s,
     s = d log p_o; p |s|^2 is 3/16 for token 0, 7/32 for the others; |E[R s]|^2 = 1/8; the noise is
     (E[(R - b)^2 |s|^2] / (1/8) - 1) / G. (RLOO: a sample covariance; Var R = 1/2, E|s|^2 = 5/8.)
     ---
@@ -212,8 +212,8 @@ def test_6_three_estimates_of_the_kl():
     """6. k3 has the KL's mean and, near ref, little variance; its gradient is that of another KL.
     The reference is (1/4, 1/2, 1/4): d = ref_logp - logp = (-log 2, log 2, 0). k1 = -d has the mean
     KL by definition, k2 = d^2 / 2 nearly; k3 = exp(d) - d - 1 adds exp(d) - 1 to k1, with the mean
-    sum ref - 1 = 0. Gradients differ, as autograd sees a sample's value, not how p draws it. The
-    KL's is E[-d s], s = grad log p (E[s] = 0). What autograd gets from a sample of each:
+    sum ref - 1 = 0. Their gradients differ, as autograd sees a sample's value, not how p draws it.
+    The KL's gradient is E[-d s], s = grad log p (E[s] = 0). Autograd gets from a sample of each:
     - k1: s, of mean 0: no penalty
     - k2, and k3 r (UNBIASED_KL): -d s, the KL's gradient
     - k3: (1 - exp(d)) s, of mean p - ref: the gradient of KL(reference || policy)
@@ -252,11 +252,11 @@ def test_6_three_estimates_of_the_kl():
 
 def test_7_length_bias():
     """7. LOSS_TYPE, the mean's denominator, decides whose mistakes are cheap.
-    Two right and two wrong answers, of 2 and of 8 tokens: A = 1/2 and -1/2. "grpo" gives each one
-    vote, shared by its tokens: w = 1/(G T). Those of a long wrong answer are pushed down a quarter
-    as hard as of a short one, of a long right one up likewise. So E[(R - b)/T] climbs, not E[R]: be
-    brief when right, long when wrong, if it knows which. "dapo": w = 1/N, all equal; let one answer
-    grow to 28, and each push is halved. "dr_grpo": 1/(G MAX_COMPLETION_TOKENS), here 32.
+    Two right and two wrong answers have 2 and 8 tokens: A = 1/2 and -1/2. "grpo" gives each answer
+    one vote, which its tokens share: w = 1/(G T). So a token of a long wrong answer is pushed down
+    a quarter as hard as one of a short wrong answer (and up, if right). Then E[(R - b)/T] climbs,
+    not E[R]: be brief when right, long when wrong, if it knows which. "dapo": w = 1/N for all, so
+    if one answer grows to 28, each push is halved. "dr_grpo": 1/(G MAX_COMPLETION_TOKENS), here 32.
     ---
     7. LOSS_TYPE 就是均值的分母，它决定谁犯错的代价小。
     两对两错，长度各为 2 和 8：A = 1/2 与 -1/2。"grpo" 给每条回答一票，由它的各个 token 平分：
@@ -280,10 +280,10 @@ def test_7_length_bias():
 
 def test_8_accumulation():
     """8. A mean of micro-batch means is no mean: count the whole step first, then only add.
-    Completions of 1, 1 and 4 tokens, A = 1, 0, -1; "dapo" wants w = 1/6. The micro-batches {1 1}
-    and {4}, each divided by its count, averaged, give w = 1/2/2 and 1/4/2; {1 4} and {1} give 1/5/2
-    and 1/1/2: the gradient depends on the cut. Here token_weights gets the counts of the whole
-    step, and the parts add up, however it is cut. By hand: -d loss = sum w A ([o = j] - p_j).
+    Completions of 1, 1 and 4 tokens have A = 1, 0, -1; "dapo" wants w = 1/6. If the micro-batches
+    {1 1} and {4} are divided by their own counts and averaged, w is 1/2/2 and 1/4/2; with {1 4} and
+    {1} it is 1/5/2 and 1/1/2, so the gradient depends on the cut. Here token_weights gets the whole
+    step's counts, and the parts add up however it is cut. -d loss by hand: sum w A ([o = j] - p_j).
     ---
     8. micro-batch 均值的均值不是均值：先数清整个 step，之后只做加法。
     三条回答有 1、1、4 个 token，A = 1、0、-1；"dapo" 要求 w = 1/6。切成 {1 1} 和 {4}，各求均值再平
@@ -314,16 +314,16 @@ def test_8_accumulation():
 
 def test_9_train_what_was_drawn():
     """9. Train what was drawn, as it was drawn: (a) no token left out, (b) the same temperature.
-    A baseline is free as E[d log p] = 0. This needs every sampled token, and log-probs of the
-    distribution that was sampled; if one is missing, the gradient depends on b.
+    A baseline is free because E[d log p] = 0. This needs every sampled token, and log-probs of the
+    distribution that was sampled. If either is missing, the gradient depends on b.
     (a) A policy writes a word w or EOS, 1/2 each, at most two tokens: "EOS", "w EOS" and "w w",
     which is truncated; R = 1, 1, 0. The slope of logp by EOS's logit is 1/2 for EOS, -1/2 for w.
-    Mask EOS, as `ids != pad` does where pad is EOS, and nothing rewards stopping itself: with b = 0
-    it is unlearned. With b = 3/4, the mean of R, it is still learned, as "w w" is pushed down.
+    If EOS is masked, as by `ids != pad` where pad is EOS, nothing rewards stopping: with b = 0 it
+    is unlearned. With b = 3/4, the mean of R, it is still learned, as "w w" is pushed down.
     MASK_TRUNCATED, the default, breaks this too, on purpose: it drops the unfinished "w w", and
-    with b = 3/4 a quarter of the push is left. (False helps where cut ones earn less.)
-    (b) Drawn at tau = 1/2 and trained at tau = 1, with b = 0 equal rewards push by q - p: a sharper
-    policy, for no merit. The group's mean (here E[R]) cancels it at the first token, not later.
+    with b = 3/4 a quarter of the push is left. (False helps if truncated answers earn less.)
+    (b) Drawn at tau = 1/2 and trained at tau = 1, equal rewards push by q - p if b = 0: the policy
+    gets sharper for no merit. The group's mean (here E[R]) cancels this at the first token only.
     ---
     9. 采到什么就训练什么，怎么采就怎么训练：(a) 一个 token 也不漏，(b) temperature 要一致。
     baseline 无偏，靠的是 E[d log p] = 0：token 一个不少，对数概率取自采样的分布，否则梯度依赖 b。
@@ -362,8 +362,8 @@ def test_9_train_what_was_drawn():
 
 def test_10_the_logits_are_computed_twice():
     """10. Logits need not be kept: the backward pass computes them again, to the same gradient.
-    The logits z = H W^T have V numbers a token, and autograd keeps their softmax for the backward
-    pass. grpo_loss_triton.py makes z chunk by chunk and keeps two numbers a token, the largest
+    The logits z = H W^T have V numbers per token, and autograd keeps their softmax for the backward
+    pass. grpo_loss_triton.py makes z chunk by chunk and keeps two numbers per token: the largest
     logit and the log of the sum of exp(z). The backward pass makes the same z again, and so p. Its
     gradient is right, as the loss sees z through logp alone: autograd brings the slope by logp from
     policy_loss, and for a token y, by lesson 1, dz_j = slope ([y = j] - p_j). So dH = dz W, and

@@ -254,7 +254,7 @@ def scoring(m, c):
 
 
 def training(m, c, world):
-    """Returns the phases of forward and backward, at their peaks, and of the optimiser step."""
+    """Returns the phases of forward and backward, at their peaks, and of the optimizer step."""
     both = [training_of(m, c, world, *batch) for batch in micro_batches(c)]
     return {n: max((x[n] for x in both), key=lambda x: sum(x.values())) for n in both[0]}
 

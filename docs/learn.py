@@ -21,7 +21,7 @@ from grpo.sampler import sample_groups
 from tasks import arithmetic
 
 QUESTION, ANSWER = "7+5=?", "12"
-KNOWN = ["12", "12", "12", "2", "2", "2", "7+5=12", "7+5=2"]  # what the model has learnt to answer
+KNOWN = ["12", "12", "12", "2", "2", "2", "7+5=12", "7+5=2"]  # what the model has learned to answer
 SEED = 0
 FOLLOWED = 4  # the token that is followed: so many of the first completion's are before it
 
@@ -177,7 +177,7 @@ def show_token(tokenizer, ids, columns, advantage, weight):
 
 
 def answer_probs(model, tokenizer, prompt):
-    """Returns {answer: probability that the model gives it}, for all that it has learnt."""
+    """Returns {answer: probability that the model gives it}, for all that it has learned."""
     ids = {text: tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in KNOWN}
     return {text: logp_of(model, tokenizer, prompt, i).exp().item() for text, i in ids.items()}
 
@@ -220,7 +220,7 @@ def show_retokenised(model, tokenizer, prompt):
     text = " more"
     letters = [i for letter in text for i in tokenizer(letter)["input_ids"]]
     whole = tokenizer(tokenizer.decode(letters))["input_ids"]
-    for name, ids in {"drawn": letters, "its text, tokenised": whole}.items():
+    for name, ids in {"drawn": letters, "its text, tokenized": whole}.items():
         logp = logp_of(model, tokenizer, prompt, ids)
         print(f"{name:<22}{ids!s:<28}{tokenizer.decode(ids)!r}   log-prob {logp:8.2f}")
 
@@ -283,7 +283,7 @@ def main(**given):
     lengths = torch.tensor([len(c.ids) for c in completions])
     w = (weights := {name: weights_of(lengths, name) for name in LOSS_TYPES})["grpo"]
     chapter("a group", show_group, tokenizer, prompt, completions, rewards, advantages, w)
-    chapter("re-tokenised", show_retokenised, *policy)
+    chapter("re-tokenized", show_retokenised, *policy)
     before = answer_probs(*policy)
     columns, logps = train(*policy, completions, advantages, w, c.UPDATES)
     chapter("a token", show_token, tokenizer, completions[0].ids, columns, advantages[0], w[0])

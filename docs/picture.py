@@ -74,7 +74,7 @@ def draw_loop(samples):
 
 
 # --- Runs -------------------------------------------------------------------------------
-STYLES = {  # by the end of a folder's name: colour, what its labels begin with, questions
+STYLES = {  # by the end of a folder's name: color, what its labels begin with, questions
     "shuffled": ("tab:gray", "control, rewards shuffled: ", "{} unseen"),
     "calculator": ("tab:orange", "calculator: ", "300 unseen"),
     "guess": ("tab:green", "guess: ", "all 7"),
@@ -101,7 +101,7 @@ def draw(folders, target, unseen=500):
             shown = "_" if label in named else label
             ax.plot(*zip(*points, strict=True), color=color, label=shown, **style)
             named.add(label)
-    ax.set(xlabel="step (optimiser update)", ylabel="accuracy", ylim=(0, 1.02))
+    ax.set(xlabel="step (optimizer update)", ylabel="accuracy", ylim=(0, 1.02))
     ax.grid(alpha=0.3)
     ax.legend(fontsize=8, loc="best")
     figure.savefig(target, dpi=110)

@@ -203,7 +203,7 @@ def draw(name, found):
 
 # --- The table ------------------------------------------------------------------------
 END = 10  # rollouts
-KINDS = {  # how a column summarises the values of a run
+KINDS = {  # how a column summarizes the values of a run
     "mean": statistics.mean,
     "max": max,
     "sum": sum,

@@ -31,7 +31,7 @@ SLACK, SLACK_ON_GPUS = 4_000, 1_000_000
 
 class Row:
     """Prompts and completions as one row: `ids` and `positions` (1, L), and `states` (N,), the
-    indices of the states that predict completions. Neighbours with the same prompt share it."""
+    indices of the states that predict completions. Neighbors with the same prompt share it."""
 
     kernel = None  # a method of VarlenRow, which attends without buckets
 

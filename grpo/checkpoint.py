@@ -2,7 +2,7 @@
 
 A checkpoint is a model in Hugging Face format, which MODEL may name, and a folder `trainer`:
 
-    optimizer_0.pt ...  a rank's part of the optimiser and of the float32 weights
+    optimizer_0.pt ...  a rank's part of the optimizer and of the float32 weights
     rank_0.json ...     its position in the data and its random number generators
     reference.safetensors    the reference, once REFERENCE_REFRESH_STEPS has replaced it
     state.json          the run's progress, and the sizes of every rank's files
@@ -118,8 +118,8 @@ def check_disk(c, model):
 
 
 def try_save(c, policy):
-    """Writes what a checkpoint has besides weights to a temporary folder. Raises SystemExit if that
-    fails: the run would fail at its first checkpoint, and lose what it has learned."""
+    """Writes what a checkpoint has besides weights to a temporary folder. Raises SystemExit if this
+    fails, because the run would fail at its first checkpoint, and lose what it has learned."""
     state = {"step": 0, "progress": {"accuracy": None}, "constants": as_json(vars(c))}
     try:
         with tempfile.TemporaryDirectory(prefix=".trial_", dir=c.RUN_DIR) as folder:
@@ -168,8 +168,8 @@ def place_of(run):
 @contextlib.contextmanager
 def back_if_failed(run, place):
     """If the block raises RunFailed, puts the run's progress and its position in the data back to
-    `place`, the last one at which its weights were the same. A run that resumes from the checkpoint
-    of save_failed then samples the same prompts."""
+    `place`, where the run had the same weights. A run that resumes from the checkpoint that
+    save_failed writes then samples the same prompts."""
     try:
         yield
     except RunFailed:

@@ -58,9 +58,9 @@ def engine_config(dtype, max_grad_norm, offload_optimizer, on_gpu):
 
 
 def load_states(file):
-    """Returns what torch.save has written of DeepSpeed's optimizer, its tensors mapped: read as
-    they are copied, else all would be in memory beside the engine's. A file with anything but
-    tensors and DeepSpeed's classes is not unpickled."""
+    """Returns what torch.save has written of DeepSpeed's optimizer. Its tensors are mapped, so they
+    are read when they are copied, and never in memory twice. A file with anything but tensors and
+    DeepSpeed's classes is not unpickled."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -81,9 +81,9 @@ def learning_rate(c, step):
 
 
 def take_step(engine, rate, seed):
-    """Collective: takes the optimiser's step with this learning rate, unless a part of the gradient
-    is not finite: then weights and optimiser stay as they are, on all ranks. Returns metrics: the
-    gradient's norm before clipping (-1 or not finite: no step), and changed weights in bfloat16."""
+    """Collective: takes the optimizer's step with this learning rate. If a part of the gradient is
+    not finite, weights and optimizer stay as they are, on all ranks. Returns metrics: the norm of
+    the gradient before clipping (-1 or not finite: no step), and changed weights in bfloat16."""
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
     metrics = {}
@@ -111,8 +111,8 @@ def give_weights(engine, seed):
 
 
 def training_threads():
-    """Returns a rank's CPU threads for forward, backward and update: torch's if OMP_NUM_THREADS is
-    above 1, else the rank's share of the cores, as torchrun sets 1 for each rank."""
+    """Returns how many CPU threads a rank has for forward, backward and update: torch's number if
+    OMP_NUM_THREADS is above 1 (torchrun sets 1), otherwise the rank's share of the cores."""
     if os.environ.get("OMP_NUM_THREADS", "1") != "1":
         return torch.get_num_threads()
     # Set by deepspeed, or torchrun. If each rank took all cores, a step would take twice the time

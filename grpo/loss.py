@@ -2,8 +2,8 @@
 
 The file follows the order of a step. A group's rewards become advantages, the completions' lengths
 become a weight for each token, and hidden states become log-probs. The loss is minus the sum over
-tokens of weight * objective. This sum is never divided, as the weights hold every denominator. So
-however a step is cut into micro-batches and ranks, the parts add up to the same loss and gradient.
+tokens of weight * objective. This sum is never divided, because the weights hold every denominator.
+So however a step is cut into micro-batches and ranks, its parts add up to the same gradient.
 
 `linear_logps` holds the (N, V) logits several times over. grpo_loss_triton.py has a function of the
 same name and signature that never holds them; the trainer uses it, and the tests compare the two.
@@ -72,10 +72,10 @@ def linear_logps(hidden, head, ids, *, temperature=1.0, vocab_size=None, entropy
     `hidden` (..., H) are the states that predict the tokens `ids` (...), each below `vocab_size`;
     `head` (V', H) is the matrix of the LM head, in the same dtype. With head None, `hidden`
     (..., V') are the logits themselves, for models whose head is more than a matrix.
-    With `entropy`, returns (logps, entropy): that of the distribution, in nats, detached.
+    With `entropy`, returns (logps, entropy): the distribution's entropy in nats, detached.
     Why `vocab_size`: a sampler never draws the padding of the embedding; the softmax leaves it out.
     Why float32, whatever the dtype: bf16 rounds a log-prob between -4 and -8 by up to 0.016, which
-    is 1.6 % in the ratio of the loss, and those below -8 by twice that and more.
+    is 1.6% in the ratio of the loss, and those below -8 by twice that and more.
     """
     logits = hidden if head is None else hidden @ head.T  # (..., V')
     exact = torch.promote_types(logits.dtype, torch.float32)
@@ -108,7 +108,7 @@ def policy_loss(
     is never negative, and has less variance where the two are near (Schulman,
     joschu.net/blog/kl-approx.html); far apart it can have more, as exp(d) is unbounded.
 
-    All tensors are float32 of one shape. `logps` are the policy's, and alone get a gradient.
+    All tensors are float32 of one shape. `logps` are the policy's; only they get a gradient.
     `old_logps` None means logps.detach(): r is 1, and its gradient is that of logp. `ref_logps` may
     be None if kl_beta is 0. `stats` holds detached tensors of the same shape: ratio, kl (k3), k1
     (-d), and (bool) where the clip stopped the gradient, clip_low and clip_high. Options:

@@ -100,8 +100,8 @@ class TokenStats:
 
 
 def with_kl(metrics, reference, model):
-    """Returns an update's metrics without a KL that does not apply: `kl` needs a reference, whose
-    info `reference` is; `teacher_kl` needs one that is another model than the policy's."""
+    """Returns an update's metrics without a KL that does not apply. `reference` is the reference's
+    info. Without a reference there is no `kl`; without a teacher there is no `teacher_kl`."""
     unknown = {"kl"} if reference["model"] is None else set()
     unknown |= set() if is_teacher(reference, model) else {"teacher_kl"}
     return {name: value for name, value in metrics.items() if name not in unknown}
@@ -134,9 +134,9 @@ def sampler_stats(logps, entropy, sampler_logps, on_policy):
 
 # --- Over what was sampled ------------------------------------------------------------
 def evaluate(policy, step, recipe, prompts):
-    """Collective: returns the policy's greedy accuracy (OUTCOME > 0) after `step` steps, each
-    reward's share of positive values, the truncated share and the mean length. A reward's share is
-    over the answers to which it applies, and absent if there are none. Once a stop is requested, no
+    """Collective: returns the policy's greedy accuracy (OUTCOME > 0) after `step` steps, the share
+    of positive values of each reward, the truncated share and the mean length. A reward's share is
+    over the answers to which it applies; without any, it is absent. Once a stop is requested, no
     further question begins."""
     count, mine = Counter(), prompts[dist.get_rank() :: dist.get_world_size()]
     mine = itertools.takewhile(lambda _: not stop.asked, mine)
@@ -158,9 +158,9 @@ def evaluate(policy, step, recipe, prompts):
 
 def rollout_metrics(run, count, seconds, from_workers, sampled=()):
     """Collective: returns metrics over the groups that all ranks and workers sampled for a rollout,
-    and counts these in the run's progress. The sums in `count` (rollout.tally) are over the groups
-    that this rank has `sampled`, in so many `seconds`; `from_workers` are workers' groups that it
-    has received."""
+    and counts the groups in the run's progress. `sampled` are this rank's own groups, `count` the
+    sums over them (rollout.tally), and `seconds` the time for sampling them. `from_workers` are the
+    groups that this rank has received from workers."""
     recipe, p = run.recipe, run.progress
     count["trainer_tokens"] = count["tokens"]
     for group in from_workers:

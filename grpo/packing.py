@@ -11,8 +11,8 @@ GROWTH = 1.02  # factor to the next budget tried; higher is faster to plan, less
 
 def sizes_of(prompts, completions, packs):
     """Returns the size of each sequence: (its tokens, the tokens that it adds to a batch that ends
-    with its neighbour). Neighbours run a shared prompt once. The second number is None if the model
-    does not pack; then a sequence is padded to the longest of its batch.
+    with the sequence before it). Sequences side by side run a shared prompt once. If the model does
+    not pack, the second number is None, and a sequence is padded to the longest of its batch.
 
     >>> sizes_of([[1, 2], [1, 2], [3]], [[4], [5], [6]], packs=True)
     [(3, 3), (3, 1), (2, 2)]

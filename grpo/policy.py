@@ -29,7 +29,7 @@ class Policy:
 
     @property
     def noise(self):
-        """The largest mean k3 to its log-probs that counts as rounding."""
+        """The largest mean k3, between trainer and sampler, that counts as rounding."""
         return NOISE[self.dtype]
 
     def stream(self, prompts, *, seed, **settings):
@@ -107,7 +107,7 @@ class Policy:
 
 def make_policy(c, tokenizer):
     """Returns the Policy of the constants `c`. Raises SystemExit if they do not fit the model."""
-    torch.manual_seed(c.SEED)  # adapters are initialised at random
+    torch.manual_seed(c.SEED)  # adapters are initialized at random
     more = c.STOP_TOKENS, c.LORA_RANK, c.STOP_STRINGS, c.BASE_BITS
     policy = load_policy(c.MODEL, tokenizer, c.DTYPE, *more)
     check_context(c, policy.model.config)

@@ -36,8 +36,8 @@ def prepare(c, needs_server=False):
 
 
 def prepare_task(c, *, split, shown, server=None):
-    """Returns (tokenizer, recipe). First it checks the `server`, if there is one, and checks and
-    prints the first `shown` prompts of `split` and their rewards."""
+    """Returns (tokenizer, recipe). Before that it checks the `server`, if there is one, and checks
+    and prints the first `shown` prompts of `split` and their rewards."""
     from grpo.models import load_tokenizer
 
     task, tokenizer = load_task(c.TASK), load_tokenizer(c.MODEL)
@@ -101,16 +101,16 @@ def note_prompts(recipe, tokenizer):
 
 
 def as_seen(opening, text):
-    """Returns a right answer as rewards see it after the tag that the chat template has opened."""
+    """Returns a right answer as rewards see it: after the tag that the chat template has opened."""
     tag = opening.strip()
     is_open = tag and text.lstrip().startswith(tag)
     return opening + (text.lstrip().removeprefix(tag) if is_open else text)
 
 
 def check_gold(recipe, item, tokenizer, opening):
-    """Prints and returns the rewards of gold(item), which must be right or None; without gold(),
-    those of the item's "answer". If the task has reply(), gold() may return the texts of several
-    turns. The model's turns begin with `opening`, unless a stop string ended the one before."""
+    """Prints and returns the rewards of gold(item), which must be right or None. Without gold(),
+    the item's "answer" is rewarded. If the task has reply(), gold() may return several turns. The
+    model's turns begin with `opening`, unless a stop string ended the turn before."""
     c, gold = recipe.c, getattr(recipe.task, "gold", None)
     if recipe.has_turns:
         from grpo.options.turns import turns  # here, as it imports torch

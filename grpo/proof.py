@@ -13,7 +13,7 @@ NOISE = {"float32": 1e-6, "bfloat16": 1e-2}
 TF32_NOISE = 1e-4
 MISMATCH = "sampling/sampling_logp_difference/mean"  # mean |d|, by TRL's name
 # Largest relative difference between the temperatures of sampler and trainer, as sampler_stats
-# estimates it. The same table has 0.003 at most at equal temperatures, and 0.047 for a sampler 5 %
+# estimates it. The same table has 0.003 at most at equal temperatures, and 0.047 for a sampler 5%
 # hotter, which mean k3 (2e-4 to 5e-4) can't separate from rounding.
 TILT = 0.03
 EVIDENCE = 200.0  # nats^2 of surprise (about 1000 tokens), below which TILT is not checked

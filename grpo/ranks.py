@@ -52,8 +52,8 @@ def stand_alone():
 
 
 def join_ranks(wait_limit_seconds):
-    """Collective: makes this process a rank with a separate GPU, unless it is one. Call it before
-    the model is loaded: one machine may load for longer than a collective waits."""
+    """Collective: makes this process a rank with its own GPU, unless it is one. Call it before the
+    model is loaded, because one machine may load for longer than a collective waits."""
     if dist.is_initialized():
         return
     if "RANK" in os.environ:
@@ -87,7 +87,7 @@ def leave_at_exit():
 
 @contextlib.contextmanager
 def no_child_stays(at_once=False):
-    """Kills the processes that are started in the block and outlive it, such as a reward's; with
+    """Kills processes that are started in the block and outlive it, such as a reward's. With
     `at_once` a signal ends the block. Python itself ends multiprocessing's daemons (a Pool's
     workers, which it would start again), forkserver and resource tracker when this process ends."""
     import psutil

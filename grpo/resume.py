@@ -25,8 +25,8 @@ SAME = ("MODEL", "TASK", "LORA_RANK", "BASE_BITS", "DTYPE")
 
 @dataclass
 class Progress:
-    """What a checkpoint keeps in addition to weights, optimiser and random number generators. None:
-    never, or no accuracy, as OUTCOME applied to no question."""
+    """What a checkpoint keeps in addition to weights, optimizer and random number generators. None
+    means never (or no accuracy, because OUTCOME applied to no question)."""
 
     name: str  # of the run: its folder's name and a random suffix
     step: int = 0  # steps made

@@ -42,8 +42,8 @@ def begin_rewards(recipe, group):
 
 
 def answers_of(recipe, group, futures):
-    """Returns what the calls of a group return, FAILED where one fails and may fail. The futures
-    have their own time limit, all other calls have one together."""
+    """Returns what the calls of a group return, and FAILED for a call that fails and may fail. Each
+    future has its own time limit; all other calls share one."""
     calls = calls_of(recipe, group)
     found = [FAILED] * len(calls)
     what = f"the rewards of question {group.item.get('question', group.item)!r:.80}"
@@ -85,9 +85,9 @@ def fail(recipe, item, function, seen, error):
 
 # --- What is made of it -----------------------------------------------------------------
 def rewarded(recipe, group, futures):
-    """Sets rewards and total of a group's samples, which have their texts and what their
-    environments gave. `futures` is the result of begin_rewards. Raises TaskError if the task fails
-    (that is a bug, not a reward), takes too long, or gives other rewards than REWARD_WEIGHTS has.
+    """Sets rewards and total of a group's samples, which already have their texts and the rewards
+    of their environments. `futures` is the result of begin_rewards. Raises TaskError if the task
+    fails (a bug, not a reward), takes too long, or returns other rewards than REWARD_WEIGHTS names.
     """
     found = values_of(recipe, group, futures)
     for sample, values in zip(group.samples, found, strict=True):
@@ -99,8 +99,8 @@ def rewarded(recipe, group, futures):
 
 
 def reward_texts(recipe, item, texts):
-    """Returns the rewards of texts, as rewarded() gives them to sampled completions. The turns of
-    one with several are played again if its environment rewards it."""
+    """Returns the rewards that sampled completions with these texts would get. If an environment
+    rewards a completion, its turns are played again."""
     group = group_of(recipe, item, texts)
     with kept(recipe.c.TASK):
         rewarded(recipe, group, begin_rewards(recipe, group))
@@ -120,8 +120,8 @@ def group_of(recipe, item, texts):
 
 
 def values_of(recipe, group, futures):
-    """Returns {name: what the task returned} for each sample, or None where a call has failed: from
-    its environment, from rewards(), and from group_rewards()."""
+    """Returns {name: what the task returned} for each sample, or None if a call has failed. The
+    values come from its environment, from rewards() and from group_rewards()."""
     task, size = recipe.task, len(group.samples)
     answers = answers_of(recipe, group, futures)
     columns = [[FAILED if s.failed else s.environment or {} for s in group.samples]]
@@ -170,8 +170,8 @@ def functions_of(task):
 
 
 def as_float(value):
-    """Returns a number (of Python, NumPy or torch) or bool as a float, and anything else as NaN; so
-    are numbers beyond 1e30, as groups are sent in float32, which ends at 3e38."""
+    """Returns a number (of Python, NumPy or torch) or bool as a float. Anything else becomes NaN,
+    and so does a number beyond 1e30, because groups travel in float32, which ends at 3e38."""
     if getattr(value, "ndim", None) == 0:
         value = value.item()
     is_small = isinstance(value, numbers.Real) and abs(value) < 1e30

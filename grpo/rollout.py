@@ -110,8 +110,9 @@ def seed_of(*parts):
 
 # --- Count --------------------------------------------------------------------------
 def is_flat(values):
-    """Returns whether a group has zero variance in its `values`. If these are outcomes, only the
-    format would be compared, at full size; if they are total rewards, nothing can be compared.
+    """Returns whether all `values` of a group are equal. If they are outcomes, only the other
+    rewards, such as the format, would tell the completions apart, and dividing by the std would
+    blow these small differences up. If they are total rewards, nothing tells them apart.
 
     >>> is_flat([1, 1, 1]), is_flat([1, -1, 1])
     (True, False)

@@ -1,9 +1,9 @@
 """The records of a step: a task's Question, what a sampler takes (Prompt), a sampled completion
 (Sample), and the G completions of a question (Group).
 
-Each part of a step adds what it knows: the sampler ids and their log-probs, the task rewards, the
-reference its log-probs, the trainer what the loss needs. Lists have an entry per token, unless a
-comment states otherwise. Only the sockets have another form (grpo/wire.py).
+Each part of a step adds what it knows: the sampler adds ids and their log-probs, the task rewards,
+the reference its log-probs, and the trainer what the loss needs. Lists have an entry per token,
+unless a comment states otherwise. Between processes groups have another form (grpo/wire.py).
 """
 
 import math
@@ -32,7 +32,7 @@ class Prompt(NamedTuple):
 class Sample:
     """One completion of T tokens, from the sampler to the loss."""
 
-    ids: list[int]  # as sampled: text is never tokenised again
+    ids: list[int]  # as sampled: text is never tokenized again
     logps: list[float]  # of each id, at the sampling temperature, from float32
     truncated: bool = False  # cut at the limit, and not ended by EOS or a stop string
     is_model_token: list[bool] | None = None  # False: the task added the id (turns); None: all True
@@ -42,20 +42,20 @@ class Sample:
     environment: dict | None = None  # what its environment returned as its rewards, by name
     failed: bool = False  # the task's code has failed in its conversation
     rewards: dict | None = None  # floats by name; NaN: does not apply
-    total: float = math.nan  # the weighted sum of the rewards that apply, minus OVERLONG_TOKENS'
+    total: float = math.nan  # weighted sum of the rewards that apply, minus the overlong penalty
     ref_logps: list[float] | None = None  # of the reference; None if KL_BETA is 0
     advantage: float = 0.0
-    weight: float = 0.0  # of each of the model's tokens in the step's loss
-    version: int = 0  # the number of steps of the policy that sampled it,
-    noise: float = 0.0  # and a worker's noise (Policy.noise)
+    weight: float = 0.0  # in the step's loss, of each token that the model wrote
+    version: int = 0  # the number of steps that the policy had made when it sampled this
+    noise: float = 0.0  # of a worker that sampled this (Policy.noise)
     group: str = ""  # its group's id
-    # Of the model's tokens, by the last update (None: on another rank), and the rollout's first
+    # Of the tokens that the model wrote, in the last update (None: on another rank)
     trainer_logps: list[float] | None = None
-    old_logps: list[float] | None = None
+    old_logps: list[float] | None = None  # the same, in the first update on the rollout
 
     @property
     def length(self):
-        """The number of the model's tokens, which alone are trained."""
+        """The number of tokens that the model wrote. Only these are trained."""
         return sum(self.is_model_token) if self.is_model_token else len(self.ids)
 
     def of_model(self, values):
@@ -75,11 +75,11 @@ class Group:
     samples: list[Sample]  # G
     id: str = ""  # unique in its run; a step trains its groups in the order of their ids
     sampler: str = "trainer"  # or a worker's name
-    version: int = 0  # the number of steps of the policy that sampled
+    version: int = 0  # the number of steps that the policy had made when it sampled
     skipped: bool = False  # whether it is not trained, as it has zero variance (rollout.tally)
-    run: str = ""  # a worker's group: the run whose policy it had
-    outcome: str = ""  # a worker's group: the reward that decides correctness,
-    noise: float = 0.0  # and its policy's noise
+    run: str = ""  # a worker's group: the run whose policy sampled it
+    outcome: str = ""  # a worker's group: the reward that decides correctness
+    noise: float = 0.0  # a worker's group: the noise of its policy
 
     def __post_init__(self):
         for sample in self.samples:

@@ -100,7 +100,7 @@ def next_prompts(prompts, most):
 
 
 def joining(running, decoder, new, group_size):
-    """Returns the new prompts that do not continue a sequence in its place, as later turns do."""
+    """Continues conversations in place; returns the prompts that need a place of their own."""
     if group_size > 1 or not new or new[0].limit is None:
         return new
     from grpo.options.turns.continued import continue_rows
@@ -109,8 +109,8 @@ def joining(running, decoder, new, group_size):
 
 
 def groups_to_admit(running, decoder, max_sequences, group_size):
-    """Returns how many groups to admit: all that have room, but none until 1 / `compaction` of what
-    ran after the last admission has ended, as this copies the cache of running sequences."""
+    """Returns how many groups to admit. Admitting copies the cache of running sequences, so we wait
+    until a share of 1 / `compaction` has ended since the last time, and then fill all places."""
     unused = max(0, max_sequences - running.most) // group_size  # room that no prompt has taken
     room = (max_sequences - running.unfinished) // group_size
     ended, most = (room - unused) * group_size, max_sequences - unused * group_size
@@ -124,9 +124,9 @@ class Row:
 
     group: tuple  # key, and its G completions
     number: int  # in the group
-    first: int  # its first column; with a lower limit further right: all end at the same column
-    prompt: list  # the ids that ran before the column `joined`, which is `first`, unless this is a
-    joined: int  # turn that goes on in its row (options/turns/continued.py)
+    first: int  # the column where it starts; all end at the same one: a lower limit starts later
+    prompt: list  # the ids that ran before the column `joined`
+    joined: int  # `first`, except in a turn that continues in its row (options/turns/continued.py)
 
 
 class Running:

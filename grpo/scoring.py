@@ -15,7 +15,7 @@ def score_groups(model, groups, *, budget, temperature, vocab_size):
     """Returns the log-probs (N,), float32 on the CPU, of each group: a pair of equally many prompts
     and completions. Sequences of all groups are batched together.
 
-    `model` is a CompletionModel, which runs a prompt once for neighbours that share it. A batch has
+    `model` is a CompletionModel, which runs a prompt once for neighbors that share it. A batch has
     at most `budget` tokens and is halved until it fits the GPU. Raises torch's error if a single
     sequence does not fit.
     """

@@ -27,7 +27,7 @@ USUAL = {"SAMPLE_BATCH": CPU_BATCH, "MICRO_BATCH_TOKENS": 8_192, "GRADIENT_CHECK
 
 @dataclass(frozen=True)
 class Sizes:
-    """The constants of these names, with what fits in place of "auto"."""
+    """The constants with these names, in which sizes that fit have replaced "auto"."""
 
     sample_batch: int
     micro_batch_tokens: int
@@ -38,11 +38,11 @@ class Sizes:
 
 
 def fit_sizes(c, policy, sampler, batch_loss, turns):
-    """Collective: returns the Sizes, the same on all ranks, which must plan the same micro-batches.
-    Raises SystemExit if nothing fits. `batch_loss` is the trainer's. `turns`: may a completion have
-    several?
+    """Collective: returns the Sizes, the same on all ranks, because all must plan the same
+    micro-batches. Raises SystemExit if nothing fits. `batch_loss` is the trainer's function;
+    `turns` is whether a completion may have several.
 
-    A checkpoint keeps the numbers, and a run that resumes logs which have changed.
+    A checkpoint keeps the numbers. A run that resumes logs which of them have changed.
     """
     found = {name: getattr(c, name) for name in USUAL} | sampler.sizes
     auto = [name for name in USUAL if found[name] == "auto"]
@@ -102,8 +102,8 @@ class Run:
 
 
 def make_reference(c, policy, server):
-    """Returns the run's reference. `policy` is MODEL as it was loaded, before a checkpoint is; `c`
-    has the constants as attributes; `server` is a ReferenceClient, or None."""
+    """Returns the run's reference. `policy` is still MODEL: no checkpoint has been loaded into it.
+    `c` has the constants as attributes; `server` is a ReferenceClient, or None."""
     if not c.KL_BETA:
         return NoReference()
     if server:
@@ -122,7 +122,7 @@ def make_reference(c, policy, server):
 
 
 def uses_of(c, policy, sampler, engine, recipe, reference):
-    """Returns what a run really uses, by name: what fails its trial has been replaced."""
+    """Returns {name: what the run uses for it}. What failed its trial has been replaced."""
     model, weight = engine.module, next(policy.model.parameters())
     device = torch.cuda.get_device_name() if weight.is_cuda else weight.device.type
     packed = "packed, in one kernel" if model.varlen else "packed, in buckets"
@@ -165,7 +165,7 @@ def make_reporters(c, record, progress):
 
 def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     """Collective: returns the Run, new or resumed. `server` is a ReferenceClient, or None;
-    `batch_loss` is the trainer's, for trials."""
+    `batch_loss` is the trainer's function, for trials."""
     rank = dist.get_rank()
     say(f"curves and samples while it runs: python plot.py live {Path(c.RUN_DIR).parent}")
     policy = make_policy(c, tokenizer)

@@ -117,9 +117,9 @@ class Recipe:
         return chat_options(self.c, self.task)
 
     def resolved(self):
-        """Returns a copy with weights and outcome: REWARD_WEIGHTS and OUTCOME, else the constants
-        of the task, else a weight of 1 for each reward of an empty completion, and the only reward
-        or "correctness". Raises TaskError if they do not fit."""
+        """Returns a copy with weights and outcome: REWARD_WEIGHTS and OUTCOME of the trainer, else
+        of the task. Without them each reward weighs 1 (an empty completion shows the names), and
+        the outcome is the only reward or "correctness". Raises TaskError if they do not fit."""
         c, task = self.c, self.task
         weights = c.REWARD_WEIGHTS or getattr(task, "REWARD_WEIGHTS", None)
         if weights is None:
@@ -145,8 +145,8 @@ class Recipe:
 
 # --- Prompts --------------------------------------------------------------------------
 def chat_options(c, task):
-    """Returns the options of the chat template: CHAT_TEMPLATE's, the task's TOOLS, and a clock that
-    stands still (DAY)."""
+    """Returns the options of the chat template: those in CHAT_TEMPLATE, the task's TOOLS, and a
+    clock that stands still (DAY)."""
     tools = {"tools": task.TOOL_SCHEMAS} if hasattr(task, "TOOL_SCHEMAS") else {}
     return {"strftime_now": DAY.strftime} | tools | c.CHAT_TEMPLATE
 
@@ -174,14 +174,14 @@ def load_split(c, task, split, tokenizer):
 
 
 def different(prompts):
-    """Returns the prompts without those whose ids an earlier one has: an accuracy is as precise as
-    there are different questions."""
+    """Returns the prompts without repetitions of the same ids, because repeated questions make an
+    accuracy no more precise."""
     return list({tuple(prompt.ids): prompt for prompt in reversed(prompts)}.values())[::-1]
 
 
 def load_questions(recipe, tokenizer):
-    """Returns the evaluation's different questions, in load_split's form; [] if EVAL_STEPS is 0.
-    Logs how many of them are trained on."""
+    """Returns the different Questions of the evaluation; [] if EVAL_STEPS is 0. Logs how many of
+    them are trained on."""
     c = recipe.c
     if not c.EVAL_STEPS:
         return []

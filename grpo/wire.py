@@ -31,11 +31,11 @@ TENSORS = {  # of a group
     "prompt_ids": torch.int32,  # (P,)
     "completion_ids": torch.int32,  # (N,)
     "completion_lengths": torch.int32,  # (G,)
-    "logps": torch.float32,  # (N,)
-    "is_model_token": torch.bool,  # (N,); absent: all True
+    "logps": torch.float32,  # (N,): of the policy that sampled, at its temperature
+    "is_model_token": torch.bool,  # (N,): False if the task wrote the token; absent: all True
     "truncated": torch.bool,  # (G,)
-    "tool_calls": torch.int32,  # (G, 2): made, failed
-    "rewards": torch.float32,  # (G, K), a column for each of reward_names
+    "tool_calls": torch.int32,  # (G, 2): calls of TOOLS that were made, that failed
+    "rewards": torch.float32,  # (G, K), a column per name in reward_names; NaN: does not apply
 }
 METADATA = {"id": str, "run": str, "version": int, "index": int, "sampler": str, "outcome": str}
 METADATA |= {"noise": float, "reward_names": list}  # K texts

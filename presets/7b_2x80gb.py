@@ -4,7 +4,7 @@
     CUDA_VISIBLE_DEVICES=0 python grpo_ref_split.py presets/7b_2x80gb.py        # then
 
 Computed, not run: of a GPU's 84.9 GB the trainer needs 72.5 GB at least and the server 18.3 GB. The
-optimiser and its states do not fit there; they take 137.1 GB of RAM.
+optimizer and its states do not fit there; they take 137.1 GB of RAM.
 """
 
 MODEL = "Qwen/Qwen2.5-7B"

@@ -48,7 +48,7 @@ def sloppy(item, draw):
     """Returns an answer for the demo's warm start: a true equation, often with the wrong operator.
 
     The shares 0.1 and 0.62 decide how much is left for GRPO to learn. Answers to a subtraction
-    usually add, so greedy accuracy begins near 50 %; answers to an addition seldom subtract, so the
+    usually add, so greedy accuracy begins near 50%; answers to an addition seldom subtract, so the
     model can learn the difference.
     """
     a, b, operator = item["a"], item["b"], item["operator"]

@@ -58,6 +58,6 @@ def generated(make, split, size, home=lambda item: split_of(item["question"])):
 
 
 def split_of(key):
-    """Returns "train" (80 %), "validation" (10 %) or "test" (10 %), by the MD5 of a text."""
+    """Returns "train" (80%), "validation" (10%) or "test" (10%), by the MD5 of a text."""
     bucket = int(hashlib.md5(key.encode()).hexdigest(), 16) % 10
     return {0: "test", 1: "validation"}.get(bucket, "train")

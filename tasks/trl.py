@@ -9,10 +9,10 @@ TRL's (benchmarks/results/trl_rewards.md), but what functions get differs:
 - A call has the G completions of one prompt (greedy evaluations: one); TRL's has a whole batch.
 - There are no completion_ids and no trainer_state: a function that needs them fails at the start.
 - log_extra and log_metric do nothing.
-- A text as a prompt becomes the user's message in the chat template; TRL has no template then.
+- If a prompt is a text, it becomes the user's message in the chat template; TRL uses no template.
 - If the template opens the answer, as with <think>, completions begin with that; TRL's do not.
-- There are no environments. A class for environment_factory, which calls all of its public methods
-  tools, becomes a task's (docs/turns.md); a text from reset() must stand in messages(item):
+- There are no environments. TRL's environment_factory offers all public methods as tools. To use
+  its class here, list them (docs/turns.md), and put what reset() returns into messages(item):
 
     class Environment(WordleEnv):
         TOOLS = ["guess"]    # its public methods

@@ -99,5 +99,5 @@ def test_a_plain_run_loads_the_core_alone(tiny, tmp_path):
     ]
     assert 4_000 < total <= LINES
     for page in ("README.md", "README.zh.md", "CONTRIBUTING.md"):
-        assert f"{LINES:_}".replace("_", " ") in (ROOT / page).read_text(), page
+        assert f"{LINES:,}" in (ROOT / page).read_text(), page
     assert {path for path in core if shares[path] < 0.6} == RARE

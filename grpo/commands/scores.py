@@ -1,4 +1,4 @@
-"""Statistics of answers: accuracy with 95 % intervals, pass@k, and comparisons of models.
+"""Statistics of answers: accuracy with 95% intervals, pass@k, and comparisons of models.
 
 Answers are {question: [answer, ...]}, as evaluate.py keeps them.
 """
@@ -6,7 +6,7 @@ Answers are {question: [answer, ...]}, as evaluate.py keeps them.
 import math
 from statistics import fmean
 
-Z = 1.96  # 95 % of a normal distribution lie within Z standard deviations
+Z = 1.96  # 95% of a normal distribution lie within Z standard deviations
 # What `interval` adds: a number of values, their sum, their sum of squares. Then the lowest value
 SHARES = (4, 2, 2, 0.0)  # two right and two wrong questions (Agresti, Coull 1998, Am. Stat. 52)
 PAIRS = (2, 0, 1, -1.0)  # 1/2 of each outcome of a pair (Agresti, Min 2005, Stat. Med. 24, 729-740)
@@ -117,7 +117,7 @@ def columns(models, outcome, metrics=()):
 # --- Printed --------------------------------------------------------------------------
 NOTE = """right: {} > 0; right_in_format: the other rewards are > 0 as well, except those to which
 the task gives weight 0; "right - first": the difference from the first model on the same questions;
-a group teaches if some of its answers are right and some wrong. In brackets: 95 % intervals."""
+a group teaches if some of its answers are right and some wrong. In brackets: 95% intervals."""
 
 
 def table(title, models, results):

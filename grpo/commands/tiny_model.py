@@ -1,4 +1,4 @@
-"""Makes a tiny model without a hub: 126 000 parameters, trained on sloppy examples.
+"""Makes a tiny model without a hub: 126,000 parameters, trained on sloppy examples.
 
     warm_start("runs/demo/warm_start", arithmetic, seed=0, steps=800)    # 45 s on one core
     python -m tasks my/task.py OUT=runs/my_model                         # for your task

@@ -95,8 +95,8 @@ def fit_batch(c, policy, group_size, turns, **others):
 
 @torch.no_grad()
 def sample(c, policy, group_size, rows, turns=False):
-    """Allocates the most memory that a batch of `rows` completions needs. In a late one of several
-    `turns` no two share a prompt, as it has all earlier turns: nearly all tokens, at most."""
+    """Allocates the most memory that a batch of `rows` completions needs. With several
+    `turns` no two share the prompt of a late turn: it has all earlier turns, nearly all tokens."""
     model, prompt, completion = policy.model, c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS
     longest = prompt + completion
     if turns:

@@ -23,7 +23,7 @@ ADAM, WEIGHTS = "base_optimizer_state", "single_partition_of_fp32_groups"  # Dee
 
 
 def recut(trainer, before, sizes, seed):
-    """Returns this rank's part of the optimiser, as DeepSpeed's state_dict(), and its position and
+    """Returns this rank's part of the optimizer, as DeepSpeed's state_dict(), and its position and
     random states, as checkpoint.write_rank, from what `before` ranks have saved in the folder
     `trainer`. `sizes` are the sizes of the rank's part, by parameter group."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -31,7 +31,7 @@ def recut(trainer, before, sizes, seed):
     saved = [json.loads(Path(trainer, f"rank_{r}.json").read_text()) for r in range(before)]
     lowest, again = repeated([own["position"] for own in saved])
     say(
-        f"number of ranks {before} -> {world}: the optimiser's parts are joined and cut anew. The"
+        f"number of ranks {before} -> {world}: the optimizer's parts are joined and cut anew. The"
         f" order of prompts continues at number {lowest}; {again} prompts after it were sampled"
         " before and are sampled again"
     )
@@ -40,7 +40,7 @@ def recut(trainer, before, sizes, seed):
 
 
 def optimizer_part(trainer, before, sizes, rank):
-    """Returns a rank's part of the optimiser, as DeepSpeed's state_dict(), joined and cut anew."""
+    """Returns a rank's part of the optimizer, as DeepSpeed's state_dict(), joined and cut anew."""
     files = [Path(trainer, f"optimizer_{r}.pt") for r in range(before)]
     states = list(map(load_states, files))
     weights, adam = [], {}

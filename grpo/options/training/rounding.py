@@ -5,10 +5,10 @@ significant bits: near 0.1 they are 5e-4 apart. MODEL's weights are such numbers
 1e-6 leaves the nearest one where it was, and so do hundreds more in the same direction. The policy
 hardly moves, and no check notices, because sampler, trainer and workers share its weights.
 
-Here a master w between the neighbours a < b becomes b with the probability (w - a) / (b - a), so
+Here a master w between the neighbors a < b becomes b with the probability (w - a) / (b - a), so
 that its mean is w (stochastic rounding, 1502.02551; of bfloat16 weights: 2010.06192). An update of
-1e-6 then changes 1 % of the weights, which together move as far as the masters; rounded to the
-nearest they move 0.5 % of that (experiments/rounding.py moved, SmolLM2-135M).
+1e-6 then changes 1% of the weights, which together move as far as the masters; rounded to the
+nearest they move 0.5% of that (experiments/rounding.py moved, SmolLM2-135M).
 
 Deviation: a weight's random number does not change from step to step. It is a hash of SEED and of
 the weight's place in the row of all trained weights. So a weight changes only when its master has
@@ -28,7 +28,7 @@ COUNTED = 1 << 20  # weights of a rank that are compared before and after an upd
 
 
 def step_and_round(engine, seed):
-    """Collective: takes the optimiser's step; returns the share of the model's weights that it has
+    """Collective: takes the optimizer's step; returns the share of the model's weights that it has
     changed, estimated from COUNTED weights of each rank."""
     before = sample_of(engine.optimizer)
     engine.step()  # gives the model the nearest bfloat16, which has no further use

@@ -6,8 +6,8 @@ from grpo.wire import check_facts, facts_of, weights_of
 
 
 def load_teacher(c, policy):
-    """Returns (what it is, the model REFERENCE, frozen, its name: MODEL's if it has the weights of
-    that). SystemExit if its tokenizer or context does not fit."""
+    """Returns (what it is, the frozen model REFERENCE, its name). The name is MODEL's if both have
+    the same weights. SystemExit if its tokenizer or context does not fit."""
     teacher = load_tokenizer(c.REFERENCE, "REFERENCE")
     facts, mine = (facts_of(t, c.TEMPERATURE) for t in (teacher, policy.tokenizer))
     check_facts(facts, mine, f"REFERENCE = {c.REFERENCE!r}", c.MODEL)

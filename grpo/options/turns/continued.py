@@ -1,13 +1,14 @@
-"""The next turn of a conversation goes on in its place in the batch, with its keys and values.
+"""The next turn of a conversation continues in its place in the batch, with its KV cache.
 
-A prompt that is an ended sequence, still in the batch, with a short reply after it, is not run
-again: the sequence takes the reply, one forced token a step. A longer reply runs with its prompt,
-as a new prompt does, all ids in one pass.
+If a prompt is a sequence that has ended but is still in the batch, with a short reply after it, it
+is not run again: the sequence takes the reply, one forced token a step. A longer reply runs with
+its whole conversation, as a new prompt does, in one pass.
 """
 
 from dataclasses import replace
 
-LONGEST, SHARE = 64, 1 / 4  # of a reply: tokens, and share of the prompt; chosen, not measured
+# A longer reply is run as a new prompt: tokens, share of the conversation (chosen, not measured)
+LONGEST, SHARE = 64, 1 / 4
 
 
 def continue_rows(running, decoder, prompts):

@@ -5,7 +5,7 @@
 Each completion has a separate Environment(item). When the model ends its turn, reply(turn) returns
 what follows, a text or a message, or None to end the conversation. After a stop string the reply
 stands inside the model's turn; after EOS it is a separate turn by the model's chat template. Ids
-are only appended; no text is tokenised again. The task's ids are not trained (docs/turns.md).
+are only appended; no text is tokenized again. The task's ids are not trained (docs/turns.md).
 """
 
 import functools

@@ -119,7 +119,7 @@ class Worker:
 
     def sample(self, room):
         """Samples `room` groups, and more while there is room and no newer policy. Groups that were
-        started are always finished: the first groups to end would favour short completions."""
+        started are always finished: the first groups to end would favor short completions."""
         started, groups, tokens, refused = time.perf_counter(), 0, 0, 0
         run, version, first = self.loaded["run"], self.loaded["version"], self.order.position
         self.held = 0
