@@ -51,7 +51,7 @@ KINDS = [
     (constants.POSITIVE, "TEMPERATURE"),
     (constants.TEXT, "MODEL HOST"),
     (constants.DTYPE, "DTYPE"),
-    (constants.BITS, "BASE_BITS"),
+    (constants.one_of(16, 4), "BASE_BITS"),
 ]
 RELATIONS = [
     ("PORT", "65535 at most; 0 takes any free port", lambda c: c.PORT <= 65535),

@@ -30,7 +30,7 @@ KINDS = [  # (kind, constants)
     (or_("auto", WHOLE), "MICRO_BATCH_TOKENS SAMPLE_BATCH"),
     (or_("auto", FLAG), "GRADIENT_CHECKPOINTING"),
     (constants.DTYPE, "DTYPE"),
-    (constants.BITS, "BASE_BITS"),
+    (one_of(16, 4), "BASE_BITS"),
     (one_of("grpo", "dapo", "dr_grpo"), "LOSS_TYPE"),  # grpo.loss.LOSS_TYPES, which needs torch
     (one_of("clip", "cispo"), "OBJECTIVE"),  # OBJECTIVES there
     (one_of("token", "sequence"), "RATIO_LEVEL"),

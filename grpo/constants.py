@@ -240,7 +240,6 @@ def dict_of(what, holds):
 
 
 DTYPE = one_of("auto", "float32", "bfloat16")  # "auto", and those of grpo.proof.NOISE
-BITS = one_of(16, 4)
 
 
 def settled(script, defaults, given, kinds, relations):

@@ -127,8 +127,7 @@ def make_sampler(c, policy):
 
 
 def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_strings=(), bits=16):
-    """Returns the Policy of a model (hub name or folder); see load_model for `dtype`, `bits` and
-    errors."""
+    """Returns the Policy of a model (hub name or folder); see load_model for `dtype` and `bits`."""
     vocab_size, contexts = vocab_size_of(tokenizer), []
     model, dtype = load_model(name, dtype, vocab_size, bits)
     if dtype != "float32":

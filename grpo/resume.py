@@ -12,8 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from grpo.checkpoint import load, newest, point
-from grpo.constants import Constants, is_same
-from grpo.engine import learning_rate
+from grpo.constants import is_same
 from grpo.log import say
 from grpo.ranks import gathered
 from grpo.report import RunFolder, commit, naming_run_dir
@@ -171,12 +170,11 @@ def check_resumable(path, state, now):
             rules.append((name, now[name], now[name] or "above 0"))
     for name, value, must in rules:
         if not is_same(name, value, must):
-            merge = f" (after: python -m grpo.commands.merge {path} OUT)"
-            merged = merge * bool(before["LORA_RANK"])
-            model = "OUT" if merged else f"'{path}'"
+            how = f" (after: python -m grpo.commands.merge {path} OUT)" * bool(before["LORA_RANK"])
+            model = "OUT" if how else f"'{path}'"
             raise SystemExit(
                 f"{name} = {value!r} must be {must!r} to resume from {path}; to start a new run"
-                f" from its weights set MODEL = {model}{merged}, and another RUN_DIR"
+                f" from its weights set MODEL = {model}{how}, and another RUN_DIR"
             )
     changed = [
         f"{name} {before[name]!r} -> {value!r}"
@@ -185,11 +183,3 @@ def check_resumable(path, state, now):
     ]
     if changed:
         say(f"the run resumes with other constants: {', '.join(changed)}")
-    note_rate(state["step"], Constants(now | before), Constants(now))
-
-
-def note_rate(step, before, now):
-    """Logs the learning rate before and after a resume that changes it by more than a step does."""
-    (old, due), (_, new) = ([learning_rate(c, s) for s in (step, step + 1)] for c in (before, now))
-    if 0 < step < now.STEPS and abs(new - old) > 1.01 * abs(due - old):
-        say(f"the learning rate was {old:.3g} at step {step}, and is {new:.3g} at step {step + 1}")
