@@ -50,7 +50,7 @@ MODELS = {  # name: H, L, heads, key-value heads, I, V', tied; published paramet
 SHAPE = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size"
 SHAPE += " vocab_size tie_word_embeddings"
 RANK = 16  # of the LoRA columns
-WAYS = [(world, offload) for world in (1, 2, 7) for offload in (False, True)]
+WAYS = [(1, False), (1, True), (2, False), (2, True), (7, False)]  # GPUs, OFFLOAD_OPTIMIZER
 # name, which counts 2^30 bytes as GB: GB that a program gets
 CARDS = {16: 15.6, 24: 25.2, 40: 42.3, 48: 47.7, 80: 84.9, 141: 149.3}
 # preset: GB of a trainer's GPU, trainer's GPUs, GB of the server's; None: no server
@@ -355,11 +355,6 @@ def in_ram(m):
     return (4 * FP32 + BF16) * m.trained
 
 
-def merged_bytes(m):
-    """Returns what MergedAdapters holds, if twice that is free: not in the phases, therefore."""
-    return BF16 * m.adapted
-
-
 def print_gpus():
     rows = []
     for name in MODELS:
@@ -368,10 +363,10 @@ def print_gpus():
         for adapted in (lora, sizes_of(name, RANK, bits=4)):
             sizes.append(need(phases_of(adapted, 512, 512))[0])
         cells = [f"{gb(size)} ({card(size)}, {card(size + server)})" for size in sizes]
-        rows.append([name[8:], *cells, gb(server), gb(in_ram(m)), gb(merged_bytes(lora))])
+        rows.append([name[8:], *cells, gb(server), gb(in_ram(m))])
     ways = [f"{w} GPU{'s' * (w > 1)}" if not offload else f"{w}, offload" for w, offload in WAYS]
     ways += [f"LoRA {RANK}, 1 GPU", "in 4 bits"]
-    table(["Qwen2.5", *ways, "the server", "RAM with offload", "merged copies"], rows)
+    table(["Qwen2.5", *ways, "the server", "RAM with offload"], rows)
 
 
 def print_one_gpu():

@@ -40,10 +40,16 @@ def test_the_readme_leads_to_every_page_in_two_clicks():
     assert first.union(*map(linked, first)) | {"README.md"} == TEXT.keys()
 
 
+def prose(text):
+    """Returns a page without its tables and code."""
+    without = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"^(\||    ).*$", "", without, flags=re.MULTILINE)
+
+
 def test_the_readme_is_short_and_so_are_the_pages():
     assert len(TEXT["README.md"].splitlines()) <= 110
     words = {page: len(text.split()) for page, text in TEXT.items()}
-    assert words["README.md"] <= 800
+    assert len(prose(TEXT["README.md"]).split()) <= 800
     assert sum(n for page, n in words.items() if re.match(r"docs/\w+\.md", page)) <= 19_000
 
 

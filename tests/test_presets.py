@@ -130,7 +130,7 @@ def test_the_numbers_of_the_docs_are_those_that_the_benchmark_prints(capsys):
     gb = {row.split("`")[1]: row.split(" | ")[4] for row in printed if "`presets" in row}
     for page in ("README.md", "README.zh.md"):
         shown = re.findall(r"\]\((presets/\w.*?\.py)\).*\| (\S+) \|$", TEXT[page], re.MULTILINE)
-        assert len(shown) == 5
+        assert len(shown) == 7
         assert all(number == gb[preset] for preset, number in shown)  # one figure everywhere
         (ram,) = re.findall(r"offload \S+ ([\d.]+) GB", TEXT[page])
         assert any("3b_1x48gb" in row and row.endswith(f"| {ram} |") for row in printed)
