@@ -398,6 +398,19 @@ def print_presets():
         rows.append([*row, gb(server) if server else "", gb(in_ram(m)) if "offload" in how else ""])
     head = ["preset", "trained", "GPUs, GB", "the reference", "trainer, at least", "server", "RAM"]
     table(head, rows)
+    t4 = [f"`presets/{name}.py` {gb(float32_bytes(name))}" for name in PRESETS if "1x16gb" in name]
+    print(f"A T4 has no bfloat16. In float32 they need there, at least: {', '.join(t4)}.\n")
+
+
+def float32_bytes(name):
+    """Returns what a preset's trainer needs at least if all that is bfloat16 is float32."""
+    global BF16
+    try:
+        BF16 = FP32
+        c = of_preset(name)[0]
+        return least(c, Sizes(config_of(*MODELS[c.MODEL[5:]]), c.LORA_RANK, c.BASE_BITS), 1)
+    finally:
+        BF16 = 2
 
 
 def print_parts(name, prompt, completion):
