@@ -8,7 +8,10 @@ Correctness ignores the format, so that accuracy means the same before and after
 from tasks.answers import AGAIN, FORMAT, is_right  # <think>...</think><answer>...</answer>
 from tasks.data import records
 
+# A task file that begins with `from tasks import gsm8k` and `from tasks.gsm8k import *` may set
+# gsm8k.DATA and the like; REWARD_WEIGHTS and OUTCOME it sets as its own (CONTRIBUTING.md)
 DATA = "openai/gsm8k"  # on the hub (its config "main"), or a folder with train.jsonl and test.jsonl
+EXAMPLES = []  # (question, answer) turns before the question, if answers never have the format
 SYSTEM_PROMPT = "Reason step by step in <think></think>, then give one number in <answer></answer>."
 CORRECT, WRONG = 1.0, -1.0
 FORMATTED, UNFORMATTED = 1.25, -1.0  # simple_GRPO's values
@@ -25,8 +28,9 @@ def load(split):
 
 def messages(item):
     """Returns the chat that asks the item's question."""
-    system = {"role": "system", "content": SYSTEM_PROMPT}
-    return [system, {"role": "user", "content": item["question"]}]
+    shown = [turn for pair in EXAMPLES for turn in zip(("user", "assistant"), pair, strict=True)]
+    turns = [("system", SYSTEM_PROMPT), *shown, ("user", item["question"])]
+    return [{"role": role, "content": text} for role, text in turns]
 
 
 def rewards(item, completion):
