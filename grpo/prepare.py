@@ -93,11 +93,9 @@ def preview(recipe, tokenizer, number):
 
 
 def note_prompts(recipe, tokenizer):
-    """Logs whether the chat template shows TOOLS, and whether the tokenizer ends texts with EOS."""
+    """Logs whether the chat template shows TOOLS."""
     if "tools" in recipe.chat_options and "tools" not in str(tokenizer.chat_template):
         say("the chat template does not show TOOLS: messages() must explain them and their calls")
-    if not tokenizer.chat_template and tokenizer(".")["input_ids"][-1:] == [tokenizer.eos_token_id]:
-        say("the tokenizer appends EOS to a text; the prompts are used without it")
 
 
 def as_seen(opening, text):

@@ -134,11 +134,13 @@ def show(bar, step, metrics):
     shown = [SHOWN[k].format(v) for k, v in found.items() if v is not None and math.isfinite(v)]
     bar.set_postfix_str(" ".join(shown), refresh=False)
     bar.update()
-    now, last = time.monotonic(), getattr(bar, "logged", -math.inf)
+    now, last, seconds = time.monotonic(), getattr(bar, "logged", -math.inf), metrics["seconds"]
+    # The mean over all steps, with evaluations and checkpoints since: a single step says little
+    before, began = vars(bar).setdefault("began", (step - 1, now - seconds))
     if bar.disable and (step == bar.total or now - last >= SPEAK_SECONDS):
         bar.logged = now
-        seconds = metrics["seconds"]
-        left = f", {(bar.total - step) * seconds / 60:.0f} minutes left" * (step < bar.total)
+        minutes = (bar.total - step) * (now - began) / (step - before) / 60
+        left = f", {minutes:.0f} minutes left" * (step < bar.total)
         say(f"step {step} of {bar.total}: {' '.join(shown)}, {seconds:.1f} s a step{left}")
 
 

@@ -9,6 +9,7 @@ from tasks.answers import AGAIN, FORMAT, is_right  # <think>...</think><answer>.
 from tasks.data import records
 
 DATA = "openai/gsm8k"  # on the hub (its config "main"), or a folder with train.jsonl and test.jsonl
+EXAMPLES = []  # (question, answer) turns before the question, if answers never have the format
 SYSTEM_PROMPT = "Reason step by step in <think></think>, then give one number in <answer></answer>."
 CORRECT, WRONG = 1.0, -1.0
 FORMATTED, UNFORMATTED = 1.25, -1.0  # simple_GRPO's values
@@ -25,8 +26,9 @@ def load(split):
 
 def messages(item):
     """Returns the chat that asks the item's question."""
-    system = {"role": "system", "content": SYSTEM_PROMPT}
-    return [system, {"role": "user", "content": item["question"]}]
+    shown = [turn for pair in EXAMPLES for turn in zip(("user", "assistant"), pair, strict=True)]
+    turns = [("system", SYSTEM_PROMPT), *shown, ("user", item["question"])]
+    return [{"role": role, "content": text} for role, text in turns]
 
 
 def rewards(item, completion):

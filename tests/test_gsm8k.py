@@ -1,13 +1,17 @@
 """tasks/gsm8k.py: the format that is rewarded, its prompt and its loader."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 from processes import python
 
+from grpo.task import load_task
 from tasks import gsm8k
 from tasks.gsm8k import CORRECT, FORMATTED, WRONG, rewards
 
+CONTRIBUTING = Path(__file__).parents[1].joinpath("CONTRIBUTING.md").read_text()
 GSM8K = Path(__file__).resolve().parents[2] / "shared/data/gsm8k"
 
 
@@ -51,6 +55,23 @@ def test_the_format_is_one_thought_and_one_answer():
 def test_an_answer_that_looks_again_is_counted_and_not_rewarded(text, again):
     assert rewards({"answer": "18"}, text)["looks_again"] is again
     assert gsm8k.REWARD_WEIGHTS["looks_again"] == 0
+
+
+def test_a_short_file_names_other_data_and_examples(monkeypatch, tmp_path):
+    for name in ("DATA", "EXAMPLES"):
+        monkeypatch.setattr(gsm8k, name, getattr(gsm8k, name))  # put back what the file sets
+    (text,) = re.findall(r"```python\n(from tasks import gsm8k\n.*?)```", CONTRIBUTING, re.DOTALL)
+    item = {"question": "6 * 3?", "answer": "#### 18"}
+    Path(tmp_path, "train.jsonl").write_text(json.dumps(item))
+    Path(tmp_path, "mine.py").write_text(text.replace("my/gsm8k", str(tmp_path)))
+    task = load_task(str(tmp_path / "mine.py"))
+    assert task.load("train") == [item]
+    (question, answer), *_ = gsm8k.EXAMPLES
+    roles, texts = zip(*(turn.values() for turn in task.messages(item)), strict=True)
+    assert roles == ("system", "user", "assistant", "user")
+    assert texts == (gsm8k.SYSTEM_PROMPT, question, answer, "6 * 3?")
+    right = {"correctness": CORRECT, "format": FORMATTED}
+    assert right.items() <= task.rewards({"answer": "36"}, answer).items()
 
 
 def test_importing_a_task_imports_neither_torch_nor_datasets_nor_sympy():

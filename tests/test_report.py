@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import re
 import sys
 import time
 from types import SimpleNamespace
@@ -128,6 +129,17 @@ def test_in_a_file_steps_are_lines_ten_seconds_apart_and_the_last(monkeypatch, c
     assert [line[:6] for line in lines] == ["step 3", "step 5", "step 7", "step 9"]
     assert all(fact in lines[0] for fact in ("+0.50", "0.25", "80", "2.0 s"))
     assert "kl" not in lines[0] and "kl 0.010" in lines[1] and printed.err == ""
+
+
+def test_the_minutes_left_are_those_of_all_steps_and_evaluations(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
+    bar = log.progress_bar(2, 9)
+    for step, (seconds, between) in enumerate([(120, 0), (600, 0), (60, 180)], start=3):
+        now[0] += seconds + between  # an evaluation before the last of the three
+        show(bar, step, STEP | {"seconds": seconds})
+    found = re.findall(r"(\d+)\.0 s a step, (\d+) minutes left", capsys.readouterr().out)
+    assert found == [("120", "12"), ("600", "30"), ("60", "21")]  # 6 x 2; 5 x 6; 4 x 5.33
 
 
 def test_in_a_terminal_the_bar_is_rank_0s(monkeypatch, capsys):

@@ -26,8 +26,9 @@ SIZES = {
 }  # fmt: skip
 
 
-def make_gguf(path):
-    """Writes a model of 33 000 weights in the wheel's form: matrices in Q4_1, head tied."""
+def make_gguf(path, head=None):
+    """Writes a model of 33 000 weights in the wheel's form: matrices in Q4_1. The head is tied;
+    `head` is "rounded" (the embedding in Q8_0, as llama.cpp keeps Qwen's), or another matrix."""
     import gguf
 
     file, draw = gguf.GGUFWriter(path, "llama"), numpy.random.default_rng(0)
@@ -55,7 +56,12 @@ def make_gguf(path):
         file.add_tensor(f"blk.0.{name}.weight", weights, raw_dtype=kind)
     for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
         file.add_tensor(f"{name}.weight", numpy.ones(HIDDEN, "float32"))
-    file.add_tensor("token_embd.weight", draw.normal(size=(len(WORDS), HIDDEN)).astype("float32"))
+    embedding, other = draw.normal(size=(2, len(WORDS), HIDDEN)).astype("float32")
+    file.add_tensor("token_embd.weight", embedding)
+    if head:
+        kind = gguf.GGMLQuantizationType.Q8_0
+        kept = gguf.quantize(embedding if head == "rounded" else other, kind)
+        file.add_tensor("output.weight", kept, raw_dtype=kind)
     file.write_header_to_file()
     file.write_kv_data_to_file()
     file.write_tensors_to_file()
@@ -82,6 +88,21 @@ def test_a_gguf_becomes_a_folder_once(tmp_path, monkeypatch):
     ends = GenerationConfig.from_pretrained(tmp_path / "models/out").eos_token_id
     assert ends == tokenizer.eos_token_id == 2
     assert prompt_ids(tokenizer, [{"role": "user", "content": "a=b"}]) == [3, 6, 4]  # without EOS
+
+
+@pytest.mark.parametrize("head", ["rounded", "another"])
+def test_two_roundings_of_a_tied_matrix_become_the_more_precise_one(tmp_path, head):
+    import gguf
+
+    path = make_gguf(tmp_path / "made.gguf", head)
+    smollm2.convert(path, tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    own, embedding = model.lm_head.weight, model.model.embed_tokens.weight
+    stored = {t.name: gguf.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}
+    tied = head == "rounded"
+    assert (own is embedding) == model.config.tie_word_embeddings == tied
+    assert numpy.array_equal(own.detach(), stored["output.weight"])
+    assert numpy.array_equal(embedding.detach(), stored["token_embd.weight"]) != tied
 
 
 def test_the_splits_of_sums_share_what_they_say():
