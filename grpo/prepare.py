@@ -72,7 +72,8 @@ def preview(recipe, tokenizer, number):
     hours later.
     """
     c = recipe.c
-    note_prompts(recipe, tokenizer)
+    if "tools" in recipe.chat_options and "tools" not in str(tokenizer.chat_template):
+        say("the chat template does not show TOOLS: messages() must explain them and their calls")
     say(f"REWARD_WEIGHTS = {recipe.weights}; OUTCOME = {recipe.outcome!r}, above 0 if right")
     for index, item, ids in recipe.prompts[:number]:
         text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
@@ -90,12 +91,6 @@ def preview(recipe, tokenizer, number):
             from grpo.options.rewards.no_reward import explain
 
             explain(recipe)
-
-
-def note_prompts(recipe, tokenizer):
-    """Logs whether the chat template shows TOOLS."""
-    if "tools" in recipe.chat_options and "tools" not in str(tokenizer.chat_template):
-        say("the chat template does not show TOOLS: messages() must explain them and their calls")
 
 
 def as_seen(opening, text):
