@@ -189,8 +189,9 @@ def main(**given):
     app = make_app(waiting, reference.info, reference.limits, c.THREADS, token)
     server = listen(app, host, c.PORT, c.THREADS, c.MAX_BODY_BYTES)
     http = in_background(server.run)
-    address, dtype = url_of(host, server.effective_port), reference.info["dtype"]
-    print(f"serving {c.MODEL} ({dtype}) on {address}", flush=True)
+    address, kind = url_of(host, server.effective_port), reference.info["dtype"]
+    kind += ", linear layers in 4 bits" * (c.BASE_BITS == 4)
+    print(f"serving {c.MODEL} ({kind}) on {address}", flush=True)
     # Scoring runs in the main thread: if it fails for good, the process ends and clients notice
     while http.is_alive():
         if requests := take(waiting, 8 * c.SCORE_BATCH_TOKENS):

@@ -23,8 +23,9 @@ FOLDER = Path(__file__).parent
 
 # --- One group --------------------------------------------------------------------------
 SHOWN = 4  # answers
-TITLES = ("a question", "the model answers it several times", "right?", "format", "advantage")
-COLUMNS = (9.5, 43, 68, 75, 85)  # where they stand
+ANSWERS = "four of its eight answers"
+TITLES = ("a question", ANSWERS, "correctness", "format", "advantage")
+COLUMNS = (9.5, 42, 66.5, 76, 84.5)  # where they stand
 
 
 def chosen(folder):
@@ -63,12 +64,12 @@ def draw_loop(samples):
         for x, mark in zip(COLUMNS[2:], [*marks, f"{advantage:+.2f}"], strict=True):
             weight = {"color": color, "weight": "bold"} if x == COLUMNS[-1] else {}
             ax.text(x, y, mark, ha="center", va="center", fontsize=9, **weight)
-        effect = "likelier" if advantage > 0 else "less likely"
+        effect = "more likely" if advantage > 0 else "less likely"
         ax.text(92, y, effect, va="center", color=color, fontsize=9)
     back = {"arrowstyle": "->", "color": "tab:blue", "lw": 1.5}
     ax.plot([COLUMNS[-1], COLUMNS[-1], COLUMNS[0]], [-2, -12, -12], color="tab:blue", lw=1.5)
     ax.annotate("", (COLUMNS[0], 20), (COLUMNS[0], -13), arrowprops=back)
-    note = "the update makes the better answers likelier and the worse ones less likely; then again"
+    note = "the update makes better answers more likely and worse ones less likely; then repeat"
     ax.text(48, -21, note, ha="center", color="tab:blue", fontsize=9)
     figure.savefig(FOLDER / "loop.png", dpi=110)
 

@@ -57,7 +57,7 @@ RELATIONS = [  # (constant, what it must be, whether it is), of constants of the
      lambda c: c.BASE_BITS == 16 or importlib.util.find_spec("bitsandbytes")),
     ("SAMPLER", "'torch' with BASE_BITS = 4, as vLLM would sample with other weights",
      lambda c: c.BASE_BITS == 16 or c.SAMPLER == "torch"),
-    ("OFFLOAD_OPTIMIZER", "False with BASE_BITS = 4, as the adapters' optimiser is small",
+    ("OFFLOAD_OPTIMIZER", "False with BASE_BITS = 4, as the adapters' optimizer is small",
      lambda c: c.BASE_BITS == 16 or not c.OFFLOAD_OPTIMIZER),
     ("SAMPLE_BATCH", "GROUP_SIZE or more, as a group is sampled as a whole",
      lambda c: c.SAMPLE_BATCH == "auto" or c.SAMPLE_BATCH >= c.GROUP_SIZE),

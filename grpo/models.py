@@ -139,7 +139,7 @@ def settings_in(name, file="generation_config.json"):
 
 def load_model(name, dtype, vocab_size, bits=16):
     """Returns the model, on this process's GPU or the CPU, and the dtype's name (choose_dtype).
-    `bits`: of each weight, BASE_BITS.
+    `bits`: BASE_BITS, those of a weight in the linear layers.
 
     The model is in eval mode, as GPT-2's dropout of 0.1 would make the ratio noise. Raises
     SystemExit for the reasons of whole_model, if the embedding has fewer rows than the tokenizer

@@ -229,14 +229,15 @@ def facts_of(tokenizer, temperature):
 
 def weights_of(model):
     """Returns a hash of a model's configuration and of a sample of its weights: equal for one model
-    under two names, at the hub and in a folder, in bfloat16 and in float32. Adapters do not count.
-    """
+    under two names, at the hub and in a folder, in bfloat16 and in float32. Adapters do not count,
+    nor do weights of 4 bits (uint8), which a GPU may round otherwise."""
     config = model.config.to_dict()
-    of_file = ("dtype", "torch_dtype", "transformers_version")  # how it was saved and loaded
+    # How it was saved and loaded
+    of_file = ("dtype", "torch_dtype", "transformers_version", "quantization_config")
     config = {k: v for k, v in config.items() if not k.startswith("_") and k not in of_file}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, weight in model.named_parameters():
-        if ".lora_" not in name:
+        if ".lora_" not in name and weight.is_floating_point():
             flat = weight.detach().flatten()
             few = flat[:: max(1, len(flat) // WEIGHTS)].to(torch.bfloat16)
             digest.update(few.view(torch.int16).cpu().numpy().tobytes())

@@ -7,6 +7,7 @@ MODEL may name OUT. After a run with BASE_BITS = 4 the base is the model before 
 OUT is not quite what was trained: the command says how far their log-probs differ.
 """
 
+import contextlib
 import json
 import shutil
 import sys
@@ -91,10 +92,13 @@ def bits_of(model):
 def compare(adapter, merged, tokenizer):
     """Logs how far log-probs of the `merged` model are from those of the adapter beside 4 bits, on
     the newest answers that the run has kept."""
-    log = Path(adapter).resolve().parent / "samples.jsonl"
-    lines = log.read_text().splitlines()[-ANSWERS:] if log.exists() else []
-    if not (records := list(map(json.loads, lines))):
+    log, records = Path(adapter).resolve().parent / "samples.jsonl", []
+    for line in log.read_text().splitlines()[-ANSWERS:] if log.exists() else []:
+        with contextlib.suppress(ValueError):  # a run may be writing it
+            records.append(json.loads(line))
+    if not records:
         return say(f"{log} has no answers, on which to compare OUT with what was trained")
+    say(f"comparing OUT with what was trained, on {len(records)} answers, which takes minutes")
     texts = [[r[part] for r in records] for part in ("prompt", "completion")]
     prompts, answers = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in texts)
     vocab_size, dtype = vocab_size_of(tokenizer), settings_in(adapter, CONSTANTS)["DTYPE"]
@@ -106,8 +110,8 @@ def compare(adapter, merged, tokenizer):
         found.append(torch.cat(parts).double())
     d = found[1] - found[0]
     say(
-        f"log-probs of {len(d)} tokens in {len(records)} answers of the run: OUT differs from the"
-        f" trained model by {d.abs().mean():.2g} in the mean; k3 {(d.expm1() - d).mean():.2g}"
+        f"log-probs of {len(d)} tokens: OUT differs from the trained model by {d.abs().mean():.2g}"
+        f" in the mean; k3 {(d.expm1() - d).mean():.2g}"
     )
 
 
@@ -125,8 +129,6 @@ def merge(adapter, out):
     model = whole_model(base, dtype="auto")
     model.generation_config.eos_token_id = sorted(ends)
     merge_into(model, adapter)
-    if bits_of(adapter) == 4:
-        compare(adapter, model, tokenizer)
     final = Path(out).resolve()
     final.parent.mkdir(parents=True, exist_ok=True)
     # A half of a model must not look like one
@@ -139,6 +141,11 @@ def merge(adapter, out):
             shutil.copy(constants, draft)
         draft.replace(final)
     say(f"merged {adapter} and {base} into {out}")
+    if bits_of(adapter) == 4:
+        try:
+            compare(adapter, model, tokenizer)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (OUT is there)
+            say(f"OUT could not be compared with what was trained: {error!r:.300}")
 
 
 if __name__ == "__main__":

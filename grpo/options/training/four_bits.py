@@ -1,16 +1,23 @@
 """BASE_BITS = 4: the frozen model under LoRA's adapters has 4 bits a weight (QLoRA, 2305.14314).
 
 bitsandbytes rounds the linear layers but the LM head to NF4 while MODEL is loaded, 64 weights to a
-scale, and the scales to 8 bits: 4.13 bits a weight. Each product converts its layer's weights back
-to DTYPE, in forward and backward. A sum of a weight and its adapter would have to be rounded to 4
-bits again. So adapters run beside their layers, also while tokens are sampled, and the reference is
-the model without them. All three run the same layers: check_sampler finds rounding alone.
+scale, and the scales to 8 bits: 4.13 bits a weight. Embeddings, norms and the head have DTYPE, in
+which all products are computed: few rows at a time by a kernel that reads 4 bits, others, and the
+backward pass, from a layer's converted weights. W + s B A would have to be rounded to 4 bits again,
+so adapters run beside their layers, also while tokens are sampled. Sampler, trainer and reference
+run the same layers, and check_sampler finds whether they differ by more than rounding.
 """
+
+import importlib.util
+
+NEEDED = "bitsandbytes", "accelerate"
 
 
 def load_in_4_bits(load, name, dtype, **place):
     """Returns load(name, ...), models.whole_model's model, in 4 bits; `dtype` is that of products
     and of all that is not a linear layer."""
+    if missing := [name for name in NEEDED if not importlib.util.find_spec(name)]:
+        raise SystemExit(f"BASE_BITS = 4 needs {missing[0]}: pip install -e .[bits]")
     import bitsandbytes
     from transformers import BitsAndBytesConfig
 

@@ -2,7 +2,7 @@
 
 Every linear layer but the LM head gets an adapter, W x + 2 B A x, with B = 0 at first (LoRA,
 2106.09685, sec. 4.1). PEFT makes them and writes their files. While tokens are sampled they are
-merged, and the reference is the model without them.
+merged (not with BASE_BITS = 4), and the reference is the model without them.
 """
 
 import contextlib
@@ -20,7 +20,12 @@ def add_adapters(model, rank):
 
     config = LoraConfig(r=rank, lora_alpha=LORA_SCALE * rank, target_modules=ALL)
     config.task_type = "CAUSAL_LM"  # else PEFT's Auto classes do not load what is saved
-    model.add_adapter(config)
+    try:
+        model.add_adapter(config)
+    except ValueError as error:
+        raise SystemExit(f"LORA_RANK = {rank} must be 0 with this model: {error}") from error
+    if any(type(module).__name__ == "ParamWrapper" for module in model.modules()):
+        raise SystemExit(f"LORA_RANK = {rank} must be 0: this model's experts are no linear layers")
 
 
 # --- Merged -------------------------------------------------------------------------

@@ -14,6 +14,8 @@ def load_teacher(c, policy):
     loaded = load_policy(c.REFERENCE, teacher, c.DTYPE)
     check_context(c, loaded.model.config, "REFERENCE")
     what, name = f"REFERENCE = {c.REFERENCE!r}", c.REFERENCE
+    if c.BASE_BITS == 4:  # another model by its log-probs, also if it is MODEL
+        return what, loaded.model.requires_grad_(False), f"{name} in 16 bits"
     if weights_of(loaded.model) == weights_of(policy.model):
         what, name = f"{what}, which has the weights of MODEL", c.MODEL
     return what, loaded.model.requires_grad_(False), name

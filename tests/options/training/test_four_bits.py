@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,10 @@ from grpo.decoder import make_decoder
 from grpo.forward import CompletionModel
 from grpo.models import load_model
 from grpo.options.training.lora import add_adapters
+from grpo.reference import is_teacher
 from grpo.shared_prompt import SharedDecoder
+from grpo.start import make_reference
+from grpo.wire import weights_of
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
@@ -34,7 +38,7 @@ def in_4_bits(folder, family, dtype="float32"):
     return load_model(str(folder), dtype, 110, bits=4)[0]
 
 
-def dequantised(model):
+def dequantized(model):
     """-> a copy whose layers are plain ones of float32, with the values that 4 bits stand for."""
     plain = copy.deepcopy(model)
     for path, layer in list(plain.named_modules()):
@@ -50,9 +54,9 @@ def dequantised(model):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "opt", "gpt2", "gemma2"])
-def test_adapters_have_the_gradients_of_a_dequantised_copy(family, tmp_path):
+def test_adapters_have_the_gradients_of_a_dequantized_copy(family, tmp_path):
     model = in_4_bits(tmp_path, family)
-    plain = dequantised(model)
+    plain = dequantized(model)
     layers = [m for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
     assert layers and {m.weight.quant_state.quant_type for m in layers} == {"nf4"}
     assert all(m.weight.quant_state.nested for m in layers)  # scales have 8 bits
@@ -178,13 +182,13 @@ def test_merge_says_how_far_the_whole_model_is_from_what_was_trained(adapter, tm
     assert "samples.jsonl has no answers" in capsys.readouterr().out
     texts = [policy.tokenizer.decode(ids) for ids in (PROMPT, COMPLETION)]
     record = json.dumps(dict(zip(("prompt", "completion"), texts, strict=True)))
-    (tmp_path / "run/samples.jsonl").write_text(record + "\n")
+    (tmp_path / "run/samples.jsonl").write_text(record + "\n" + record[:9])
     merge(str(folder), str(tmp_path / "out"))
     merged = tiny_policy(tmp_path / "out").logps(PROMPT, COMPLETION)
     trained = policy.logps(PROMPT, COMPLETION)
     gap = sum(abs(a - b) for a, b in zip(merged, trained, strict=True)) / 4
     out = capsys.readouterr().out
-    assert gap > 1e-3 and "log-probs of 4 tokens in 1 answers of the run: OUT differs" in out
+    assert gap > 1e-3 and "log-probs of 4 tokens: OUT differs" in out
     assert f"by {gap:.2g} in the mean" in out
 
 
@@ -197,3 +201,33 @@ def test_evaluate_takes_an_adapter_with_its_4_bit_base(adapter, tiny, tmp_path, 
         monkeypatch.setattr(sys, "argv", ["", str(tiny), str(adapter[0]), "even", *out, *more])
         evaluate.main()
     assert seen == [(16, 0), (4, 0), (4, 0), (4, 0)]
+
+
+def test_merge_needs_no_bitsandbytes_to_write_the_model(adapter, tmp_path, monkeypatch, capsys):
+    (tmp_path / "run/samples.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    merge(str(adapter[0]), str(tmp_path / "out"))
+    assert tiny_policy(tmp_path / "out").logps(PROMPT, COMPLETION)
+    out = capsys.readouterr().out
+    assert "could not be compared" in out and "BASE_BITS = 4 needs bitsandbytes" in out
+
+
+def test_a_local_teacher_has_16_bits_also_if_it_is_model(tiny):
+    policy = tiny_policy(tiny, lora_rank=4, bits=4)
+    c = SimpleNamespace(KL_BETA=0.1, LORA_RANK=4, BASE_BITS=4, TEMPERATURE=1.0, DTYPE="float32")
+    c.MODEL = c.REFERENCE = str(tiny)
+    c.REFERENCE_REFRESH_STEPS, c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS = 0, 8, 8
+    info = make_reference(c, policy, server=None).info
+    assert info["model"] == f"{tiny} in 16 bits" and is_teacher(info, c.MODEL)
+
+
+def test_one_model_has_one_hash_also_in_4_bits_and_another_dtype(tiny, tmp_path):
+    models = [tiny_policy(tiny, dtype, bits=4).model for dtype in ("float32", "bfloat16")]
+    assert weights_of(models[0]) == weights_of(models[1])
+
+
+@pytest.mark.parametrize("family, reason", [("mixtral", "experts"), ("mamba", "Mamba")])
+def test_adapters_that_would_not_be_right_are_refused(family, reason):
+    """Of experts one adapter stayed on while the reference was computed."""
+    with pytest.raises(SystemExit, match=f"LORA_RANK = 4 must be 0.*{reason}"):
+        add_adapters(tiny_model(family), 4)
