@@ -130,6 +130,7 @@ def test_scores_are_the_models_own_log_probs(reference, tiny):
     assert reference.info == facts | {
         "model": str(tiny),
         "dtype": "float32",
+        "bits": 16,
         "weights": weights_of(tiny_policy(tiny).model),
     }
     assert reference.limits == LIMITS
