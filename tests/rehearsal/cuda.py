@@ -2,6 +2,7 @@
 process group."""
 
 import contextlib
+import importlib.util
 import os
 import threading
 from types import SimpleNamespace
@@ -150,6 +151,8 @@ def run(thread):
 
 def pretend():
     """Gives this process a GPU, for good. After build.load()."""
+    if importlib.util.find_spec("bitsandbytes"):  # PEFT imports it, and it would look for kernels
+        import bitsandbytes  # noqa: F401
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torch.compile() knows torch's functions alone
     _device_constructors()  # a table of them, made before torch.tensor changes
     for name, value in (TORCH_CUDA | BOTH).items():
