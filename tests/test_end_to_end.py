@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from fakes import move
 from helpers import Replies, reply
@@ -51,6 +52,7 @@ def check_adapter(folder, base):
         assert torch.equal(weight, same), name
 
 
+@pytest.mark.long
 def test_families_train_on_two_ranks_against_a_reference_of_another_size(tiny, tmp_path):
     from transformers import Gemma2Config, GPT2Config, Qwen3Config
 

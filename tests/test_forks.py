@@ -41,6 +41,7 @@ def run(code):
     return python("-c", textwrap.dedent(code))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["fork", "forkserver", "spawn"])
 def test_a_reward_may_start_processes_and_none_is_left(way, tmp_path):
     (file := tmp_path / f"starts_by_{way}.py").write_text(TASK)

@@ -85,6 +85,7 @@ def test_a_run_that_is_killed_and_goes_on_gives_the_losses_of_one_that_never_sto
     assert len(steps_in(tmp_path / "killed")) == 9
 
 
+@pytest.mark.long
 def test_a_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_from_it(tiny, tmp_path):
     """SIGTERM to one of two ranks, in the middle of a step: no step is lost, none is made again."""
     log, changes = tmp_path / "log", {"SAVE_STEPS": NEVER, "STEPS": 12, "EVAL_STEPS": 5}
@@ -132,6 +133,7 @@ def test_ranks_end_when_their_launcher_does(tiny, tmp_path, victim):
     assert [path.name for path in (tmp_path / "run").glob("step_*")] == [f"step_{last:06d}"]
 
 
+@pytest.mark.long
 def test_workers_come_and_go_and_find_a_trainer_that_resumes(tiny, tmp_path):
     """kill -9 of the first worker, with groups in hand, and of the trainer, a step after its
     checkpoint. A worker is fast here, and its groups are of the policy before the newest."""

@@ -11,6 +11,7 @@ from processes import QUICK, command_of, launch, start_ranks
 
 from grpo.commands import replay
 
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 REPLAY = "grpo.commands.replay"
 SMALL = QUICK | {"MAX_PROMPT_TOKENS": 64, "EVAL_STEPS": 2, "REF_SERVER": None, "TASK": "even"}
@@ -128,7 +129,6 @@ def test_a_step_without_a_checkpoint_before_it_is_refused_with_those_that_have_o
         replay.begin(ended / "step_000006", 1, {})
 
 
-@pytest.mark.long
 def test_a_step_of_two_ranks_is_equal_and_needs_two_ranks(tiny, tmp_path):
     folder = run_of(tmp_path, tiny, ranks=2, LORA_RANK=4)
     preset = {"folder": str(folder), "step": 7}

@@ -119,6 +119,7 @@ def test_what_does_not_go_with_4_bits_is_one_sentence(name, monkeypatch):
         settled(trainer.DEFAULTS, {"BASE_BITS": 4, "LORA_RANK": 16, "SAMPLER": "vllm"})
 
 
+@pytest.mark.long
 def test_two_ranks_train_resume_with_equal_bits_and_may_have_a_server_of_either_kind(
     tiny, tmp_path
 ):

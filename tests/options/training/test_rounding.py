@@ -86,6 +86,7 @@ KINDS = {  # constants, the file of the weights, the largest share that one step
 }
 
 
+@pytest.mark.long
 def test_two_ranks_move_by_less_than_the_spacing_and_resume_with_the_same_bits(tiny, tmp_path):
     """The rate is so low that the nearest bfloat16 of nearly all weights would be MODEL's."""
     shared = QUICK | {"MODEL": str(tiny), "TASK": "even", "REF_SERVER": None, "EVAL_STEPS": 0}
