@@ -31,7 +31,7 @@ test: .venv/dev-ready
 	$(PYTEST) -m "not long and not vllm"
 
 test-long: .venv/dev-ready
-	$(PYTEST) -m "long and not vllm"
+	$(PYTEST) -n 3 -m "long and not vllm"  # they wait for each other's processes more than they compute
 
 # what a version of torch can change, with the oldest one that requirements.txt allows. .venv-oldest
 # has only that torch, which takes 4 GB if pip finds only a CUDA build of it; the rest is .venv's

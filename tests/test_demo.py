@@ -55,6 +55,7 @@ def test_a_demo_deletes_only_what_an_earlier_one_has_made(tmp_path):
     assert os.listdir(tmp_path) == ["mine"]
 
 
+@pytest.mark.long
 def test_the_demo_runs_and_leaves_what_the_readme_says(tmp_path):
     process = start_demo(tmp_path / "run", steps=2)
     output, _ = process.communicate(timeout=200)
