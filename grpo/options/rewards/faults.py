@@ -54,9 +54,10 @@ def must_return(recipe):
 
 
 def is_ctrl_c(error):
-    """Returns whether an error is the user's Ctrl-C. A run catches the signal, so that there a
+    """Returns whether an error is the user's Ctrl-C, or a signal that ends a program in its way (in
+    the background a shell has SIGINT ignored). A run catches the signal, so that there a
     KeyboardInterrupt is the task's."""
-    by_user = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    by_user = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN)
     in_main = threading.current_thread() is threading.main_thread()
     return isinstance(error, KeyboardInterrupt) and by_user and in_main
 
