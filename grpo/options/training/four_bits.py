@@ -2,8 +2,8 @@
 
 bitsandbytes rounds the linear layers but the LM head to NF4 while MODEL is loaded, 64 weights to a
 scale, and the scales to 8 bits: 4.13 bits a weight. Embeddings, norms and the head have DTYPE, in
-which all products are computed: few rows at a time by a kernel that reads 4 bits, others, and the
-backward pass, from a layer's converted weights. W + s B A would have to be rounded to 4 bits again,
+which all products are computed, from a layer's converted weights; on a GPU a few rows at a time are
+multiplied by a kernel that reads 4 bits. W + s B A would have to be rounded to 4 bits again,
 so adapters run beside their layers, also while tokens are sampled. Sampler, trainer and reference
 run the same layers, and check_sampler finds whether they differ by more than rounding.
 """
