@@ -26,9 +26,9 @@ import torch
 
 import grpo_ref_split as trainer
 from grpo.constants import command_line
-from grpo.options.training import rounding
+from grpo.options.training import rounded_step, rounding
 
-round_masters, updates = rounding.round_masters, []
+round_masters, updates = rounded_step.round_masters, []
 
 
 def redrawn(optimizer, seed):
@@ -79,7 +79,7 @@ if __name__ == "__main__":
         sys.exit(moved(sys.argv[2]))
     if len(sys.argv) < 2 or sys.argv[1] not in KINDS:
         sys.exit(__doc__)
-    rounding.round_masters = KINDS[sys.argv.pop(1)]
+    rounded_step.round_masters = KINDS[sys.argv.pop(1)]
     _, given = command_line(trainer.DEFAULTS, __doc__)
     if not torch.cpu._is_avx512_bf16_supported():
         for owner, name in ((torch.nn.functional, "linear"), (torch, "mm"), (torch, "addmm")):

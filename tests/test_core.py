@@ -19,7 +19,7 @@ GPU = {
     f"gpu/{name}"
     for name in ("sizes", "sample_sizes", "cuda_graph", "decoding", "nvidia", "varlen")
 }
-GPU |= {"training/rounding", "sampling/float32_head"}  # bfloat16
+GPU |= {"training/rounded_step", "training/rounding", "sampling/float32_head"}  # bfloat16
 GPU |= {"training/lora", "sampling/plain_decoder"}  # that those import
 GPU = {f"grpo/options/{name}.py" for name in GPU}
 RARE = {  # files of which such a run executes fewer than 60 % of the lines: what the others are for

@@ -80,7 +80,7 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "training.recut": "grpo.checkpoint",  # a checkpoint of another number of ranks
     "training.refresh": "grpo.start",  # REFERENCE_REFRESH_STEPS
     "training.reporters": "grpo.start",  # REPORT_TO
-    "training.rounding": "grpo.engine",  # bfloat16
+    "training.rounded_step": "grpo.engine",  # bfloat16
     "training.teacher": "grpo.reference",  # REFERENCE
     "turns.continued": "grpo.sampler",  # a task with reply()
     "turns.counts": "grpo.metrics",  # a task with reply()

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from grpo.engine import load_states
 from grpo.options.training import rounding
 from grpo.options.training.recut import WEIGHTS
-from grpo.options.training.rounding import BLOCK, noise, round_masters, rounded
+from grpo.options.training.rounded_step import round_masters
+from grpo.options.training.rounding import BLOCK, noise, rounded
 
 
 @pytest.mark.parametrize("below", [1.0, 0.1103515625, -3.0, 2.0**-20, -1e-30])
