@@ -59,11 +59,17 @@ class Policy:
 
     def describe(self, c):
         """Returns what samples, as a text: the decoder that passes its trial on this model."""
+        with self.as_sampler():
+            decoder = make_decoder(self.model, c.MAX_COMPLETION_TOKENS, c.MAX_PROMPT_TOKENS)
+        return f"torch, {type(decoder).__name__}{getattr(decoder, 'cost', '')}"
+
+    @contextlib.contextmanager
+    def as_sampler(self):
+        """In the block the model is as it is while tokens are sampled."""
         with contextlib.ExitStack() as stack:
             for make in self.contexts:
                 stack.enter_context(make())
-            decoder = make_decoder(self.model, c.MAX_COMPLETION_TOKENS, c.MAX_PROMPT_TOKENS)
-        return f"torch, {type(decoder).__name__}{getattr(decoder, 'cost', '')}"
+            yield
 
     def generator(self, seed):
         return torch.Generator(device=self.model.device).manual_seed(seed)

@@ -15,7 +15,6 @@ from grpo.devices import CPU_BATCH, accelerator, is_out_of_memory, release_memor
 from grpo.log import say
 from grpo.models import can_cache, prefill
 from grpo.options.sampling.plain_decoder import PlainDecoder
-from grpo.options.training.lora import MergedAdapters
 from grpo.sampler import draw
 
 # Powers of two: free memory varies a little between starts, and a run repeats exactly only with
@@ -103,7 +102,7 @@ def sample(c, policy, group_size, rows, turns=False):
         group_size, prompt = 1, longest
     # prompts of two lengths, as padding needs a mask
     prompts = [[1] * max(1, prompt - n % 2) for n in range(rows // group_size)]
-    with MergedAdapters(model):
+    with policy.as_sampler():
         if can_cache(model):
             logits, cache, _ = prefill(model, prompts)
             tensors = [x for layer in cache.layers for x in (layer.keys, layer.values)]

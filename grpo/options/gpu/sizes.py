@@ -113,12 +113,13 @@ def used_by_deepspeed(c, model):
     """Returns the bytes that ZeRO-2 adds to the model on each GPU: (always, while it trains).
 
     Read in the code of DeepSpeed 0.19.8: master weights and Adam's two moments in float32, or with
-    offload a buffer for a weight; a step's gradients in float32, two buckets, and the largest
-    gradient in float64 for its norm.
+    offload a buffer for a weight; a step's gradients in float32 (if weights are float32, those of a
+    micro-batch, too), two buckets, and the largest gradient in float64 for its norm.
     """
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     trained, largest = sum(w.numel() for w in weights), max(w.numel() for w in weights)
     share, bytes_each = trained // dist.get_world_size(), weights[0].element_size()
     states = bytes_each * largest if c.OFFLOAD_OPTIMIZER else 3 * 4 * share
-    gradients = 4 * share + 2 * bytes_each * min(BUCKET, trained) + 8 * min(largest, share)
+    gradients = (8 if bytes_each == 4 else 4) * share + 8 * min(largest, share)
+    gradients += 2 * bytes_each * min(BUCKET, trained)
     return states, gradients

@@ -86,8 +86,6 @@ def test_computed_and_tried_sizes_are_those_of_living_tensors(case, monkeypatch,
     monkeypatch.setattr(grpo_loss_triton, "CHUNK_BYTES", BF16 * m.vocab * m.hidden)
     monkeypatch.setattr(grpo_loss_triton, "slabs", lambda *_: iter(()))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    lora = "grpo.options.training.lora"
-    monkeypatch.setattr(f"{lora}.has_room", lambda *_: False)  # for merged adapters
     monkeypatch.setattr(training.dist, "get_world_size", lambda: 1)
     sizes = {"MICRO_BATCH_TOKENS": 1024, "GRADIENT_CHECKPOINTING": checkpointing}
     own = {

@@ -20,6 +20,7 @@ from grpo.commands.merge import bits_of, merge, merge_into
 from grpo.decoder import make_decoder
 from grpo.forward import CompletionModel
 from grpo.models import load_model
+from grpo.options.gpu import sample_sizes
 from grpo.options.training.lora import add_adapters
 from grpo.reference import is_teacher
 from grpo.shared_prompt import SharedDecoder
@@ -51,6 +52,13 @@ def dequantized(model):
             parent, _, name = path.rpartition(".")
             setattr(plain.get_submodule(parent), name, linear.requires_grad_(False))
     return plain
+
+
+def test_sizes_are_tried_with_adapters_beside_the_layers(tiny):
+    """Merging them into packed weights ended a run on a GPU at its start."""
+    policy = tiny_policy(tiny, lora_rank=4, bits=4)
+    c = SimpleNamespace(MAX_PROMPT_TOKENS=8, MAX_COMPLETION_TOKENS=4, TEMPERATURE=1.0)
+    sample_sizes.sample(c, policy, 4, 8)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "opt", "gpt2", "gemma2"])
