@@ -58,9 +58,9 @@ def engine_config(dtype, max_grad_norm, offload_optimizer, on_gpu):
 
 
 def load_states(file):
-    """Returns what torch.save has written of DeepSpeed's optimizer. Its tensors are mapped, so they
-    are read when they are copied, and never in memory twice. A file with anything but tensors and
-    DeepSpeed's classes is not unpickled."""
+    """Returns what torch.save has written of DeepSpeed's optimizer. Its tensors are mapped: they
+    are read when they are copied, and keep the file in use until then. A file with anything but
+    tensors and DeepSpeed's classes is not unpickled."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

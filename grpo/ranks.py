@@ -1,8 +1,9 @@
 """The processes that train together: how one becomes a rank, and what ranks exchange.
 
 A function marked "Collective" must be called by every rank; if one skips it, the others hang. If a
-rank ends, the collectives of the others fail. If a rank hangs, the others wait until the process
-group's time limit, which is logged at the start; NCCL's watchdog logs the collective.
+rank ends, gloo's collectives fail in the others; with NCCL the launcher ends them. If a rank hangs,
+the others wait until the process group's time limit, which is logged at the start; NCCL's watchdog
+logs the collective.
 """
 
 import atexit

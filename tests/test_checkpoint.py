@@ -41,7 +41,7 @@ class FakeEngine:
     """With an optimiser as DeepSpeed's, whose state is the rank."""
 
     def __init__(self):
-        self.optimizer, self.loaded, self.param_groups = self, None, []
+        self.optimizer, self.loaded, self.param_groups, self.state = self, None, [], {}
 
     def state_dict(self):
         return {"rank": checkpoint.dist.get_rank()}
@@ -145,6 +145,32 @@ def test_a_resumed_run_maps_its_optimiser_and_does_not_hold_it_twice(tmp_path, a
     monkeypatch.setattr(torch, "load", lambda *a, **how: found.append(how) or load(*a, **how))
     checkpoint.load(tmp_path / "step_000001", FakeEngine(), a_stream())
     assert found and all(how["mmap"] for how in found)
+
+
+def test_a_checkpoint_that_was_loaded_is_not_in_use_and_one_that_stays_ends_no_run(
+    tmp_path, alone, monkeypatch, capsys
+):
+    """torch takes moments that are in RAM, as with offload, as the file's: on NFS a file in use
+    can't be deleted with its folder, and elsewhere its space stays taken."""
+    engine = FakeEngine()
+    engine.state_dict = lambda: {"exp_avg": torch.ones(9)}
+    engine.load_state_dict = lambda states, **_: engine.state.update({0: states[0]})
+    engine.update_lp_params = lambda: None
+    save(tmp_path, 1, engine=engine)
+    checkpoint.load(tmp_path / "step_000001", engine, a_stream())
+    assert engine.state[0]["exp_avg"].tolist() == [1] * 9
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+    def busy(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        save(tmp_path, 2, keep=1)
+    assert "step_000001 can't be deleted" in capsys.readouterr().out
+    save(tmp_path, 3, keep=1)
+    assert saved(tmp_path) == [3]
 
 
 # --- Other data -------------------------------------------------------------------------
