@@ -25,6 +25,7 @@ from grpo.options.workers.gate import Busy, Gate, listen, token_for
 from grpo.options.workers.policy_proof import proof_of, sample_proof
 from grpo.options.workers.shared_settings import settings_of
 from grpo.options.workers.weights import trained_weights
+from grpo.proof import NOISE
 from grpo.rewards import total_of
 from grpo.rollout import tally
 from grpo.waits import Wait
@@ -111,6 +112,9 @@ class Workers:
             raise ValueError("the group does not have the prompt, rewards or size of this run")
         if max(group.ids) >= self.policy.vocab_size:
             raise ValueError("the group has ids that the tokenizer does not have")
+        longest = max(sample.length for sample in group.samples)
+        if longest > self.c.MAX_COMPLETION_TOKENS or group.noise > max(NOISE.values()):
+            raise ValueError("the group's completions or its noise exceed what this run allows")
 
     # --- The trainer's side -----------------------------------------------------------
     def publish(self, step):

@@ -1,6 +1,7 @@
 """Rank 0's side of workers: what it serves, what it takes, and what it refuses."""
 
 import json
+import math
 import threading
 from itertools import chain
 
@@ -181,6 +182,8 @@ FOREIGN = {
     "unknown ids": {"ids": [7, 400]},
     "rewards in another order": {"reward_names": ["format", "correctness"]},
     "another outcome": {"outcome": "format"},
+    "a longer completion": {"ids": [7] * 201},
+    "any difference of log-probs as noise": {"noise": math.inf},
 }
 
 
