@@ -32,6 +32,7 @@ from grpo.models import (
     whole_model,
 )
 from grpo.options.training.four_bits import is_in_4_bits
+from grpo.options.training.rounding import rounded_to
 from grpo.scoring import score_batch
 
 CONFIG = "adapter_config.json"
@@ -55,12 +56,13 @@ def load_base_tokenizer(model):
 
 
 def merge_into(model, folder):
-    """Adds the adapter in `folder`, if there is one, to its base `model`, in place. PEFT loads
-    adapters in float32 and rounds the sum once. A `model` in 4 bits keeps the adapter beside its
-    layers. Raises SystemExit if the two do not match."""
+    """Adds the adapter in `folder`, if there is one, to its base `model`, in place. The sum is made
+    in float32 and rounded once, in bfloat16 at random (rounding.py). A `model` in 4 bits keeps the
+    adapter beside its layers. Raises SystemExit if the two do not match."""
     if not Path(folder, CONFIG).is_file():
         return
     from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     try:
         with warnings.catch_warnings():
@@ -78,8 +80,14 @@ def merge_into(model, folder):
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
                 parameter.data = parameter.data.to(model.dtype)  # as it was trained
-    else:
-        adapted.merge_and_unload()
+        return
+    for layer in adapted.modules():
+        if isinstance(layer, BaseTunerLayer):
+            weight = layer.get_base_layer().weight
+            dtype, weight.data = weight.dtype, weight.data.float()
+            layer.merge()  # PEFT loads adapters in float32
+            weight.data = rounded_to(dtype, weight.data)
+    adapted.unload()
 
 
 def bits_of(model):

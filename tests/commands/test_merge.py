@@ -42,6 +42,24 @@ def test_the_command_makes_a_model_that_computes_what_the_adapted_one_does(
     assert out.eos_ids == tiny_policy(tiny).eos_ids
 
 
+def test_a_small_adapter_moves_a_model_in_bfloat16(tiny, tmp_path):
+    """Rounded to the nearest, most of what was trained would be lost."""
+    base = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "base")
+    policy = tiny_policy(tmp_path / "base", "float32", drift=0.01, lora_rank=4)
+    policy.save(tmp_path / "adapter")
+    merge(str(tmp_path / "adapter"), str(tmp_path / "out"))
+    files = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "out"))
+    old, new = files
+    path = "model.layers.0.mlp.up_proj"
+    parts = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    a, b = (parts[f"base_model.model.{path}.lora_{part}.weight"].double() for part in "AB")
+    moved, found = 2 * b @ a, new[f"{path}.weight"].double() - old[f"{path}.weight"].double()
+    assert new[f"{path}.weight"].dtype == torch.bfloat16
+    assert ((found * moved.sign()).sum() / moved.abs().sum()).item() == pytest.approx(1, abs=0.1)
+
+
 def test_an_adapter_of_others_has_a_scale_and_perhaps_no_tokenizer(tiny, tmp_path, adapter):
     from peft import AutoPeftModelForCausalLM
 

@@ -10,6 +10,8 @@ import contextlib
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from grpo.options.training.rounding import rounded_to
+
 LORA_SCALE = 2  # s = alpha / rank, in W + s B A
 ALL = "all-linear"  # PEFT's name for every linear layer but the LM head
 
@@ -47,11 +49,12 @@ def merge_adapters(model, tensors):
 
 
 def merged_weight(layer, a, b):
-    """Returns W + s B A in the dtype of W. The sum is made in float32 and rounded once."""
+    """Returns W + s B A in the dtype of W. The sum is made in float32 and rounded once: in bfloat16
+    at random (rounding.py), as the nearest number is W itself until s B A has become large."""
     update = LORA_SCALE * (b.float() @ a.float()).to(layer.weight.device)
     if isinstance(layer, Conv1D):  # GPT-2 keeps matrices transposed
         update = update.T
-    return (layer.weight.float() + update).to(layer.weight.dtype)
+    return rounded_to(layer.weight.dtype, layer.weight.float() + update)
 
 
 def adapted_layers(model):

@@ -38,6 +38,16 @@ def blocks(place, size):
         first = end
 
 
+def rounded_to(dtype, weights):
+    """Returns a float32 tensor in `dtype`: in bfloat16 at random, by the places of its entries, in
+    others rounded to the nearest number."""
+    if dtype != torch.bfloat16:
+        return weights.to(dtype)
+    flat = weights.flatten()
+    parts = [rounded(flat[first:end], first, seed=0) for first, end in blocks(0, len(flat))]
+    return torch.cat(parts).view_as(weights)
+
+
 def rounded(weights, place, seed):
     """Returns float32 weights (N,) of one block, the first of which has this place, as bfloat16.
 

@@ -76,6 +76,26 @@ def test_merged_adapters_compute_what_the_model_with_adapters_does(family):
     torch.testing.assert_close(base(IDS).logits, expected, rtol=0, atol=5e-5)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_updates_far_below_the_spacing_of_bfloat16_reach_the_sampler(family):
+    """Rounded to the nearest, 1 % of the movement arrives: the sampler would keep MODEL's weights
+    while the trainer's move."""
+    model = tiny_model(family).bfloat16()
+    with_adapters(model)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.copy_(2e-4 * weight.sign())
+    for *_, layer, _, old, new in MergedAdapters(model).layers:
+        (a,), (b,) = layer.lora_A.values(), layer.lora_B.values()
+        moved = 2 * (b.weight.double() @ a.weight.double())
+        moved = moved if old.shape == moved.shape and family != "gpt2" else moved.T
+        arrived = ((new.double() - old.double()) * moved.sign()).sum() / moved.abs().sum()
+        nearest = ((old + moved).bfloat16().double() - old.double()).abs().sum()
+        assert abs(arrived - 1) < 0.15, arrived
+        assert nearest < 0.4 * moved.abs().sum()
+
+
 @pytest.mark.parametrize("end", ["exhausted", "closed", "dropped", "an error"])
 def test_a_stream_leaves_the_model_as_it_is_trained(end, monkeypatch):
     """Also between two groups: then rewards are found, and whoever stops there may save it."""
