@@ -153,9 +153,9 @@ def test_workers_come_and_go_and_find_a_trainer_that_resumes(tiny, tmp_path):
 
     first, misfit, killed = worker("first"), worker("misfit", GROUP_SIZE=3), trainer()
     wait_for(logs["first"], r"policy [1-9]: \d+ groups")
+    kill(first)  # and the trainer waits for another one, which might else come too late
     second = worker("second")
     wait_for(logs["second"], r"policy \d+: \d+ groups")
-    kill(first)
     wait_for_step(tmp_path / "run", 9, killed, logs["trainer"])
     kill(killed)
     assert trainer().wait(PATIENCE) == 0, logs["trainer"].read_text()[-3000:]
