@@ -12,10 +12,12 @@ could do but rarely did; it teaches no arithmetic. The constants in presets/demo
 the validation split and on other seeds.
 """
 
+import contextlib
 import functools
 import itertools
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -88,8 +90,12 @@ def claim(folder):
 
 # --- Processes ----------------------------------------------------------------------
 def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
+    """Returns a port that is free, from below those that Linux gives to connections: such a port
+    might be taken again in the seconds until a server that starts has it."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return str(port)
 
 
 def command(script, name, **constants):

@@ -146,9 +146,11 @@ def timely(seconds, what):
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        watchdog.stop()
-        signal.signal(signal.SIGALRM, before)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:  # also if the alarm rings here
+            watchdog.stop()
+            signal.signal(signal.SIGALRM, before)
 
 
 class Watchdog:

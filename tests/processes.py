@@ -19,6 +19,9 @@ import psutil
 from demo import free_port
 
 STARTED = []  # see end_all
+# Seconds for what must end. A test that hangs needs them; on a machine of CI's that others share, a
+# start of 10 s may take 200
+PATIENCE = 900
 PRESET = Path(__file__).with_name("preset.py")
 NURSERY = multiprocessing.get_context("forkserver")
 IMPORTED = "ref_server grpo_ref_split deepspeed transformers.models.qwen2"
@@ -28,7 +31,7 @@ NURSERY.set_forkserver_preload(IMPORTED.split())
 
 def python(*words, **environment):
     """-> the ended process of a Python with these arguments, whose output is text."""
-    options = {"cwd": PRESET.parent.parent, "env": os.environ | environment, "timeout": 100}
+    options = {"cwd": PRESET.parent.parent, "env": os.environ | environment, "timeout": PATIENCE}
     command = [sys.executable, *map(str, words)]
     return subprocess.run(command, check=False, capture_output=True, text=True, **options)
 
@@ -114,7 +117,7 @@ def start_launcher(ranks, command, log):
 
 def launch(ranks, command, log):
     """Runs ranks to their end; -> their output. Fails with it if one fails."""
-    processes, deadline = start_ranks(ranks, command, log), time.monotonic() + 200
+    processes, deadline = start_ranks(ranks, command, log), time.monotonic() + PATIENCE
     while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
         assert time.monotonic() < deadline, Path(log).read_text()[-4000:]
         time.sleep(0.05)
@@ -130,7 +133,7 @@ def kill(*processes):
             for child in [*psutil.Process(process.pid).children(recursive=True), process]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     child.kill()
-        process.wait(10)
+        process.wait(PATIENCE)
 
 
 def ranks_of(launcher):
@@ -162,7 +165,7 @@ def learned(folder):
 
 def wait_for_step(folder, step, process, log):
     """Returns when metrics.jsonl has the step; fails with the log if the process ends before."""
-    deadline = time.monotonic() + 150
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         if any(r["step"] >= step for r in records(folder) if "loss" in r):
             return

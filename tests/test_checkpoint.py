@@ -76,7 +76,7 @@ class Ranks(Threads):
 
 @pytest.fixture
 def ranks(monkeypatch, request):
-    return Ranks(monkeypatch, getattr(request, "param", 1), seconds=20)
+    return Ranks(monkeypatch, getattr(request, "param", 1))
 
 
 def a_stream(size=1, **share):

@@ -79,7 +79,7 @@ def test_a_plain_run_loads_the_core_alone(tiny, tmp_path):
     command = [sys.executable, "-c", RUN, str(tiny), str(tmp_path / "run")]
     kept = {*NEEDED, "PYTORCH_CUDA_ALLOC_CONF"}  # of an earlier test's rank
     env = {k: v for k, v in os.environ.items() if k not in kept}
-    printed = subprocess.check_output(command, cwd=ROOT, text=True, timeout=300, env=env)
+    printed = subprocess.check_output(command, cwd=ROOT, text=True, timeout=900, env=env)
     *_, allocator, found = printed.splitlines()
     assert allocator.startswith("expandable_segments:True")
     found = json.loads(found)

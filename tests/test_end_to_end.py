@@ -9,7 +9,7 @@ import pytest
 import torch
 from fakes import move
 from helpers import Replies, reply
-from processes import QUICK, command_of, free_port, launch, records, start
+from processes import PATIENCE, QUICK, command_of, free_port, launch, records, start
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -103,7 +103,7 @@ def test_one_process_needs_no_launcher_and_ends_with_a_reason_where_it_has_nothi
     all_wrong = preset | {"SKIP_FLAT_GROUPS": "outcome", "IDLE_LIMIT": 2, "RUN_DIR": str(flat)}
     presets = [preset | {"REPORT_TO": ["tensorboard"]}, all_wrong | {"STEPS": 9}]
     process = start(command_of("grpo_ref_split", *presets), log, OMP_NUM_THREADS="1")
-    assert process.wait(120) == 1, log.read_text()[-3000:]
+    assert process.wait(PATIENCE) == 1, log.read_text()[-3000:]
     assert [r["step"] for r in records(tmp_path / "run") if "loss" in r] == [1]
     assert os.readlink(tmp_path / "run/final") == "step_000001" and not (flat / "final").exists()
     events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
@@ -129,7 +129,7 @@ def test_a_worker_begins_with_the_constants_of_its_command(tiny, tmp_path):
     strict = Replies(reply(401, b'{"error": "the token is wrong"}'))
     away = start([*command, "WAIT_LIMIT_SECONDS=1"], tmp_path / "away")
     refused = start([*command, f"TRAINER={strict.url}"], tmp_path / "refused")
-    assert (away.wait(60), refused.wait(60)) == (1, 1)
+    assert (away.wait(PATIENCE), refused.wait(PATIENCE)) == (1, 1)
     assert "waited 1 s for http://127.0.0.1:9/policy" in (tmp_path / "away").read_text()
     log = (tmp_path / "refused").read_text()
     assert "answered 401" in log and "the token is wrong" in log and "Traceback" not in log

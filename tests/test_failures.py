@@ -19,7 +19,7 @@ from grpo.rollout import Stream
 
 @pytest.fixture
 def ranks(monkeypatch):
-    return Ranks(monkeypatch, 2, seconds=20)
+    return Ranks(monkeypatch)
 
 
 def failure_of(function):

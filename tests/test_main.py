@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from fakes import tiny_policy
-from processes import QUICK, command_of, launch, learned, records, start_ranks
+from processes import PATIENCE, QUICK, command_of, launch, learned, records, start_ranks
 
 import grpo_ref_split as trainer
 from grpo.report import as_json
@@ -135,7 +135,7 @@ def test_what_ends_a_run_within_a_rollout_is_saved_with_the_updates_that_were_ma
     text = DIFFERS.replace("== 3", f"== {at + 2}").replace("PRESET", repr(preset))
     script.write_text(f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'tests')]}\n{text}")
     (rank,) = start_ranks(1, [sys.executable, script, "broken"], tmp_path / "log")
-    assert rank.wait(120) == 1
+    assert rank.wait(PATIENCE) == 1
     text = (tmp_path / "log").read_text()
     assert "the sampler differs\n" in text and f"step {at + 2}: its samples" in text
     evidence = json.loads((tmp_path / f"run/bad_step_{at + 2:06d}.json").read_text())
@@ -161,7 +161,7 @@ def test_an_error_on_one_of_two_ranks_ends_both_and_both_save_and_resume(tiny, t
     preset = SMALL | {"MODEL": str(tiny), "TASK": task, "RUN_DIR": str(folder), "STEPS": 4}
     command = command_of("grpo_ref_split", preset)
     ranks = start_ranks(2, command, log)
-    assert [rank.wait(120) for rank in ranks] == [1, 1]
+    assert [rank.wait(PATIENCE) for rank in ranks] == [1, 1]
     assert "ZeroDivisionError" in log.read_text()
     assert [path.name for path in folder.glob("step_*")] == ["step_000002"]
     assert not os.path.lexists(folder / "final")

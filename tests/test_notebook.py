@@ -33,7 +33,8 @@ def test_its_cells_run(tmp_path, monkeypatch):
         text = text.replace(long, words)
     notebook = nbformat.reads(text, as_version=4)
     where = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, timeout=200, resources=where).execute()
+    limits = {"timeout": 900, "startup_timeout": 900}
+    nbclient.NotebookClient(notebook, **limits, resources=where).execute()
     outputs = [output for cell in notebook.cells for output in cell.outputs]
     printed = "".join(output.get("text", "") for output in outputs)
     assert "advantage" in printed and "Traceback" not in printed

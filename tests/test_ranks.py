@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import kill, launch, start_ranks
+from processes import PATIENCE, kill, launch, start_ranks
 
 # Measured in float32 on a CPU: 1.0e-6 at most, over loss types, cuts and ranks.
 TOLERANCE = 1e-5
@@ -47,13 +47,15 @@ from datetime import timedelta
 import torch.distributed as dist
 from grpo import ranks
 
-dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT))
+dist.init_process_group("gloo")
 rank = dist.get_rank()
 with ranks.explained():
     for step in range(3):
+        if step == 1:  # not before all have started, which may take long
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4))
         if (rank, step) == (1, 1):
             print("rank 1 sleeps", flush=True)
-            time.sleep(600)
+            time.sleep(2000)
         assert ranks.sum_over_ranks(rank) == 3
 dist.barrier()
 dist.destroy_process_group()
@@ -62,15 +64,15 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("how", ["kill -9", "hangs"])
 def test_a_rank_that_is_gone_ends_the_others_within_the_limit(tmp_path, how):
-    log, script, limit = tmp_path / "log", tmp_path / "script.py", 4
-    script.write_text(SCRIPT.replace("LIMIT", str(limit)))
+    """Within 4 s, not gloo's 30 minutes; the one that hangs is then still there."""
+    log, script = tmp_path / "log", tmp_path / "script.py"
+    script.write_text(SCRIPT)
     processes = start_ranks(3, [sys.executable, script], log)
     while "rank 1 sleeps" not in log.read_text():
         assert all(process.poll() is None for process in processes), log.read_text()
         time.sleep(0.05)
     if how == "kill -9":
         kill(processes[1])
-    began = time.monotonic()
-    assert all(processes[rank].wait(limit + 10) for rank in (0, 2))
-    assert time.monotonic() - began < limit + 5
+    assert all(processes[rank].wait(PATIENCE) for rank in (0, 2))
+    assert (processes[1].poll() is None) == (how == "hangs")
     assert len(re.findall("another rank has ended", log.read_text())) == 2

@@ -49,12 +49,14 @@ def test_tensorboard_reads_what_was_reported_without_the_steps_that_were_undone(
 
 def test_wandb_offline_has_the_runs_name_constants_and_metrics(tmp_path, alone, monkeypatch):
     """Of the file's format only texts are read: the next test has the steps."""
-    for name, value in {"MODE": "offline", "SILENT": "true", "ERROR_REPORTING": "false"}.items():
+    own = {"MODE": "offline", "SILENT": "true", "ERROR_REPORTING": "false"}
+    own |= {"_SERVICE_WAIT": "600", "INIT_TIMEOUT": "600"}  # 30 and 90 s, on a busy machine too few
+    for name, value in own.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     check_reporters(["wandb"])  # no key is needed
     report_steps(tmp_path, ["wandb"], [1, 2], Progress("my run-1"))
     expected = {"my-run-1", "my run-1", "SEED", "rewards/a/mean", "eval_accuracy"}
-    end, found = time.monotonic() + 20, set()
+    end, found = time.monotonic() + 600, set()
     while found != expected and time.monotonic() < end:  # W&B's process writes the file
         time.sleep(0.05)
         for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb"):

@@ -204,7 +204,7 @@ HEAVY = [
 
 @pytest.mark.parametrize("text", HEAVY, ids=range(len(HEAVY)))
 def test_pathological_text_is_wrong_and_quick(text):
-    start = time.perf_counter()
+    start = time.thread_time()  # of this thread alone, however busy the machine is
     assert not correct("7", f"<think>7</think><answer>{text}</answer>")
     assert not correct("7", text)
-    assert time.perf_counter() - start < 2  # the slowest takes 0.1 s
+    assert time.thread_time() - start < 2  # the slowest takes 0.1 s

@@ -15,7 +15,7 @@ import requests
 import torch
 from fakes import tiny_policy
 from helpers import LIMITS, VOCAB, call, make_group, refused
-from processes import command_of, start
+from processes import PATIENCE, command_of, start
 
 import ref_server
 from grpo.log import in_background
@@ -62,7 +62,7 @@ def server():
     thread.join()
 
 
-def score_of(app, *groups, query="wait=20"):
+def score_of(app, *groups, query="wait=100"):
     return call(app, "POST", "/score", pack_ids(groups), QUERY_STRING=query)
 
 
@@ -212,7 +212,7 @@ ref_server.main(PORT=0)
 def test_a_server_that_a_signal_ends_says_so_also_while_it_loads(name, tmp_path):
     (tmp_path / "loads.py").write_text(LOADS)
     process = start([sys.executable, tmp_path / "loads.py", name], tmp_path / "log")
-    assert process.wait(60) == 1 and f"ended by {name}" in (tmp_path / "log").read_text()
+    assert process.wait(PATIENCE) == 1 and f"ended by {name}" in (tmp_path / "log").read_text()
 
 
 def has_ipv6():
@@ -230,4 +230,4 @@ def test_the_url_that_a_server_prints_is_one_that_a_client_accepts(tiny, tmp_pat
         time.sleep(0.05)
     client = ReferenceClient(url[1], 1)
     assert client.call("GET", "/info").json()["model"] == str(tiny)
-    assert requests.get(f"{url[1]}/health", timeout=9).ok
+    assert requests.get(f"{url[1]}/health", timeout=60).ok

@@ -1,14 +1,14 @@
 """Signals that ask a trainer to end, and waits that have a limit."""
 
-import contextlib
 import itertools
 import os
 import pty
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+
+from processes import PATIENCE, python
 
 from grpo.stop import ANNOUNCE, stop
 
@@ -16,47 +16,54 @@ ROOT = Path(__file__).parent.parent
 ANNOUNCED = signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
 
 LISTENS = """
-import signal, sys
+import signal
 from grpo import stop, waits
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` would ignore it
-waits.STOP_SECONDS, stop.AGAIN_SECONDS, wait = 1, 1, waits.Wait("the server", 600)
+waits.STOP_SECONDS, wait = 1, waits.Wait("the server", 600)
 with stop.stop.listening():
     print("listening", flush=True)
     while True:
-        stop.time.sleep(0.01) if sys.argv[1] == "compute" else wait.sleep("it is down")
+        wait.sleep("it is down")
 """
 
 
-@contextlib.contextmanager
-def listener(doing):
-    words = [sys.executable, "-c", LISTENS, doing]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(words, cwd=ROOT, text=True, **pipes) as process:
-        try:
-            assert process.stdout.readline() == "listening\n"
-            yield process
-        finally:
-            process.kill()
+TWICE = """
+import signal
+from grpo import stop
+
+stop.AGAIN_SECONDS = 600  # and not 2: this process may be held up between two signals
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` would ignore it
+with stop.stop.listening():
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+        signal.raise_signal(number)
+    print("goes on after", stop.stop.asked, flush=True)
+    stop.stop.at -= 601
+    signal.raise_signal(signal.SIGTERM)
+    print("and after SIGTERM", flush=True)
+    signal.raise_signal(signal.SIGINT)
+    print("never printed", flush=True)
+"""
 
 
 def test_a_second_ctrl_c_ends_a_trainer_at_once_but_not_that_which_deepspeed_adds():
-    with listener("compute") as process:
-        process.send_signal(signal.SIGINT)
-        assert "SIGINT" in process.stdout.readline()
-        for end in (signal.SIGINT, signal.SIGTERM):
-            process.send_signal(end)
-        time.sleep(1.2)
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 1
+    done = python("-c", TWICE)
+    assert done.returncode == 1 and "second SIGINT: the run ends at once" in done.stderr
+    assert done.stdout == "goes on after SIGINT\nand after SIGTERM\n"
 
 
 def test_a_trainer_that_is_asked_to_end_does_not_wait_for_a_server_that_is_down():
-    with listener("wait") as process:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 1
-        assert "the server: it is down" in process.stdout.read()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    command = [sys.executable, "-c", LISTENS]
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+        try:
+            assert process.stdout.readline() == "listening\n"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE) == 1  # the server is given up after 600 s
+            why = "SIGTERM: the step can't be finished without the server: it is down"
+            assert why in process.stdout.read()
+        finally:
+            process.kill()
 
 
 def test_signals_that_announce_an_end_stop_a_trainer_unless_they_are_ignored_or_have_a_handler():

@@ -12,7 +12,7 @@ from grpo.options.workers.rank_0 import Workers
 from grpo.sample import Group, Sample
 from grpo.wire import pack_group
 
-SIZES = {"PROMPTS_PER_STEP": 4, "MAX_STALENESS": 2, "WAIT_LIMIT_SECONDS": 5}
+SIZES = {"PROMPTS_PER_STEP": 4, "MAX_STALENESS": 2, "WAIT_LIMIT_SECONDS": 60}
 
 
 class Policy(FakeEngine):

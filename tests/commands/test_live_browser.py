@@ -32,7 +32,7 @@ def browse(url, *options, seconds=3):
         command += ["--disable-dev-shm-usage", "--enable-logging=stderr", "--window-size=1200,900"]
         command += [f"--user-data-dir={profile}", f"--virtual-time-budget={1000 * seconds}"]
         command += [*options, url]
-        done = subprocess.run(command, capture_output=True, timeout=120, check=True)
+        done = subprocess.run(command, capture_output=True, timeout=900, check=True)
     lines = done.stderr.decode().splitlines()
     return done.stdout.decode(), [line for line in lines if "CONSOLE" in line]
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import QUICK, command_of, launch, start_ranks
+from processes import PATIENCE, QUICK, command_of, launch, start_ranks
 
 from grpo.commands import replay
 
@@ -105,7 +105,7 @@ def test_a_step_that_failed_fails_again_and_shows_its_groups(tiny, tmp_path):
         names = {"path": path, "module": module, "number": number, "arguments": arguments}
         script.write_text(FAILS.format(**names))
         (rank,) = start_ranks(1, [sys.executable, script], tmp_path / f"log_{module}")
-        assert rank.wait(120) == 1
+        assert rank.wait(PATIENCE) == 1
     output = (tmp_path / f"log_{REPLAY}").read_text()
     assert "the sampler differs\nstep 3: its samples" in output
     assert len(re.findall(r"gap \S+ at token", output)) >= 4
@@ -135,4 +135,4 @@ def test_a_step_of_two_ranks_is_equal_and_needs_two_ranks(tiny, tmp_path):
     output = launch(2, command_of(REPLAY, preset), tmp_path / "two")
     assert all(equal == values for equal, values in equal_in(output)) and len(equal_in(output)) == 2
     (rank,) = start_ranks(1, command_of(REPLAY, preset), tmp_path / "one")
-    assert rank.wait(120) == 1 and "2 ranks made step 7" in (tmp_path / "one").read_text()
+    assert rank.wait(PATIENCE) == 1 and "2 ranks made step 7" in (tmp_path / "one").read_text()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+from processes import PATIENCE
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo.commands import smollm2
@@ -149,14 +150,17 @@ def test_the_demo_stops_at_ctrl_c_resumes_and_shows_both_models(tiny, tmp_path):
     command = [sys.executable, "demo_real.py", *words]
     options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     first = subprocess.Popen([*command, "STEPS=9999"], start_new_session=True, **options)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     while not (metrics := run / "metrics.jsonl").exists() or '"kl"' not in metrics.read_text():
-        assert first.poll() is None and time.monotonic() < deadline, first.communicate()[0]
+        if first.poll() is not None or time.monotonic() > deadline:
+            first.kill()
+            raise AssertionError(first.communicate()[0])
         time.sleep(0.1)
     os.killpg(first.pid, signal.SIGINT)  # as a terminal does
-    printed, _ = first.communicate(timeout=60)
+    printed, _ = first.communicate(timeout=PATIENCE)
     saved = int(re.search(r"stopped by SIGINT; step (\d+) is saved", printed)[1])
-    again = subprocess.run([*command, f"STEPS={saved + 2}"], check=True, timeout=120, **options)
+    command += [f"STEPS={saved + 2}"]
+    again = subprocess.run(command, check=True, timeout=PATIENCE, **options)
     assert re.search(f"resumes from .*step_{saved:06d}", again.stdout), again.stdout
     assert re.search(rf"0\.\d+ at step 0, .*at step {saved + 2}\n", again.stdout)
     assert again.stdout.count("How many") >= 3 and (run / "curves.png").exists()

@@ -40,7 +40,7 @@ def recipe(tmp_path, monkeypatch):
         file = tmp_path / f"task{len(list(tmp_path.iterdir()))}.py"
         file.write_text(f"{HEAD}\n{code}")
         own = {"TASK": str(file), "REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward"}
-        return a_recipe(task=(task := load_task(str(file))), submit=start_loop(task, 9), **own)
+        return a_recipe(task=(task := load_task(str(file))), submit=start_loop(task, 60), **own)
 
     return make
 

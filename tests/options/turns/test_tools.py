@@ -555,7 +555,8 @@ def test_the_ledgers_gold_is_right_and_other_answers_are_not(alone):
     ("print('x' * 999)", "x" * 400),
     ("import os; print(os.environ.get('HOME'), input)", "None <built-in function input>"),
 ])  # fmt: skip
-def test_a_program_is_run_within_limits(code, told):
+def test_a_program_is_run_within_limits(code, told, monkeypatch):
+    monkeypatch.setattr(python_tool, "SECONDS", 60)
     assert python_tool.python(code) == told
 
 

@@ -200,14 +200,14 @@ def test_a_template_that_loses_a_reply_is_refused_with_a_sentence(tokenizer, tem
 
 
 # --- What the task is asked -------------------------------------------------------------
-@pytest.mark.parametrize("reply, said", [
-    (lambda item, turns: 1 / 0, "failed with ZeroDivisionError.*: it must return"),
-    (lambda item, turns: 5, "returned 5: it must return"),
-    (lambda item, turns: threading.Event().wait(), "took more than 0.2 s: .*REWARD_TIMEOUT"),
+@pytest.mark.parametrize("reply, seconds, said", [
+    (lambda item, turns: 1 / 0, 60, "failed with ZeroDivisionError.*: it must return"),
+    (lambda item, turns: 5, 60, "returned 5: it must return"),
+    (lambda item, turns: threading.Event().wait(), 0.2, "took more than 0.2 s: .*REWARD_TIMEOUT"),
 ])  # fmt: skip
-def test_a_reply_that_fails_ends_the_run_with_a_sentence(tokenizer, reply, said):
+def test_a_reply_that_fails_ends_the_run_with_a_sentence(tokenizer, reply, seconds, said):
     with pytest.raises(TaskError, match=f"tasks/mine.py: reply.*{said}"):
-        talks(Actor(tokenizer, ["Three?"]), reply, 2, REWARD_TIMEOUT_SECONDS=0.2)
+        talks(Actor(tokenizer, ["Three?"]), reply, 2, REWARD_TIMEOUT_SECONDS=seconds)
 
 
 def test_a_reply_that_hangs_before_the_run_ends_it_too():
@@ -223,7 +223,7 @@ def test_a_slow_reply_leaves_its_place_to_others(tokenizer):
 
     def reply(item, turns):
         if item["secret"] == "slow":
-            assert last.wait(20)
+            assert last.wait(50)
         elif item["secret"] == "last":
             last.set()
         return None if len(turns) > 1 else "go on"
@@ -237,7 +237,7 @@ def test_a_slow_reply_leaves_its_place_to_others(tokenizer):
 
 def test_quick_replies_come_in_order(tokenizer, monkeypatch):
     """So that a run repeats by its seed: the order decides which numbers a turn is drawn with."""
-    monkeypatch.setattr(turns, "QUICK_SECONDS", 20)  # these replies, also on busy cores
+    monkeypatch.setattr(turns, "QUICK_SECONDS", 60)  # these replies, also on busy cores
     orders = []
     for _ in range(3):
         actor = Actor(tokenizer, ["One", "two"], ["One", "two", "three"])
@@ -281,6 +281,7 @@ def test_own_log_probs_are_those_of_a_plain_forward_of_the_whole_talk(policy, mo
         return left
 
     monkeypatch.setattr(continued, "continue_rows", counted)
+    monkeypatch.setattr(turns, "QUICK_SECONDS", 60)  # the same talks, also on busy cores
     policy.eos_ids = set(range(0, policy.vocab_size, 9))
     policy.stop_strings = StopStrings(policy.tokenizer, ["e"])
     reply = lambda item, turns: None if len(turns) > item["secret"] else "less"

@@ -4,6 +4,7 @@ import json
 import math
 import threading
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import requests
@@ -52,7 +53,7 @@ def test_what_is_published_is_the_policy_as_it_was(side, monkeypatch):
     before, go_on = weights(0), threading.Event()
     save = workers_module.safetensors.torch.save_file
     monkeypatch.setattr(
-        workers_module.safetensors.torch, "save_file", lambda *a: go_on.wait(9) and save(*a)
+        workers_module.safetensors.torch, "save_file", lambda *a: go_on.wait(60) and save(*a)
     )
     side.publish(0)
     side.policy.become(weights(1))
@@ -215,15 +216,22 @@ def test_groups_that_are_too_old_are_dropped_and_counted(tmp_path):
 
 
 def test_what_comes_restarts_the_limit_and_silence_ends_the_run(side, monkeypatch, capsys):
-    monkeypatch.setattr("grpo.waits.SPEAK_SECONDS", 0)
+    """By a clock that passes only while rank 0 sleeps."""
     publish(side, 0)
-    change(side, WAIT_LIMIT_SECONDS=0.4)
-    for number in range(4):  # a step of workers alone waits for all its groups
-        threading.Timer(0.25 * number, post, [side, sample_of(side, number)]).start()
-    assert len(side.take(0)) == 4
+    change(side, WAIT_LIMIT_SECONDS=400)
+    now, coming = [0.0], {250.0 * (1 + number): sample_of(side, number) for number in range(4)}
+
+    def sleep(seconds):  # a step of workers alone waits for all its groups
+        now[0] += 50
+        if body := coming.pop(now[0], None):
+            post(side, body)
+
+    monkeypatch.setattr("grpo.waits.time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    assert len(side.take(0)) == 4 and now == [1000.0]
     asked(side, "somebody")
     with pytest.raises(TooLong, match=f"{side.c.TRAINER}.*somebody"):
         side.take(0)
+    assert 400 < now[0] - 1000 <= 500
     assert "somebody" in capsys.readouterr().err
 
 

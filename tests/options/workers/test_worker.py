@@ -109,6 +109,7 @@ def test_a_worker_samples_with_the_newest_policy_while_there_is_room(side, monke
 
 
 def test_a_worker_does_not_ask_after_each_group(side, monkeypatch):
+    monkeypatch.setattr(worker_module, "ASK_SECONDS", 60)  # a group takes 0.5 s on a busy machine
     script = Script(monkeypatch, go_on, go_on)
     run(side)
     assert script.statuses["policy", 200] <= 4 and len(side.groups) == sum(USABLE)
