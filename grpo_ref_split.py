@@ -53,7 +53,7 @@ SAMPLE_BATCH = "auto"  # completions that a rank samples at once; more are faste
 SAMPLER = "torch"  # or "vllm", in ranks and workers (pip install -e .[vllm]; docs/performance.md)
 VLLM_CACHE_GB = 10.0  # GPU memory of vLLM's KV cache; more lets it sample more at once
 VLLM_SLEEP = False  # True: vLLM frees its GPU memory whenever there is nothing to sample
-MASK_TRUNCATED = True  # True: truncated completions are not trained, but count in group means
+MASK_TRUNCATED = False  # True: truncated completions are not trained, but count in group means
 OVERLONG_TOKENS = 0  # in the last N tokens before the limit, rewards fall by up to 1 (DAPO); 0: off
 # Skips flat groups, whose completions all have the same OUTCOME ("outcome") or the same total
 # reward ("reward"). False: trains on every group.

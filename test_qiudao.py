@@ -320,8 +320,8 @@ def test_9_train_what_was_drawn():
     which is truncated; R = 1, 1, 0. The slope of logp by EOS's logit is 1/2 for EOS, -1/2 for w.
     If EOS is masked, as by `ids != pad` where pad is EOS, nothing rewards stopping: with b = 0 it
     is unlearned. With b = 3/4, the mean of R, it is still learned, as "w w" is pushed down.
-    MASK_TRUNCATED, the default, breaks this too, on purpose: it drops the unfinished "w w", and
-    with b = 3/4 a quarter of the push is left. (False helps if truncated answers earn less.)
+    MASK_TRUNCATED = True breaks this too, on purpose: it drops the unfinished "w w", and with
+    b = 3/4 a quarter of the push is left.
     (b) Drawn at tau = 1/2 and trained at tau = 1, equal rewards push by q - p if b = 0: the policy
     gets sharper for no merit. The group's mean (here E[R]) cancels this at the first token only.
     ---
@@ -330,7 +330,7 @@ def test_9_train_what_was_drawn():
     (a) 设 policy 以 1/2 的概率写词 w 或 EOS，最多两个 token："EOS"、"w EOS"，以及被截断的 "w w"；
     R = 1、1、0。logp 对 EOS 的 logit 的斜率：EOS 为 1/2，w 为 -1/2。pad 就是 EOS 时，`ids != pad`
     会 mask 掉 EOS，就没有什么直接奖励停止：b = 0 时越学越停不下来；b 取均值 3/4 时仍会学：压低了
-    "w w"。MASK_TRUNCATED（默认）有意破例，去掉 "w w"：b = 3/4 时推力只剩四分之一。
+    "w w"。MASK_TRUNCATED = True 有意破例，去掉 "w w"：b = 3/4 时推力只剩四分之一。
     (b) 用 tau = 1/2 采样、用 tau = 1 训练，b = 0 时，reward 全都相同也有推力 q - p：分布平白变尖。
     组内均值（这里 b = E[R]）能抵消首个 token 上的这种推力；其后前缀有好有坏，就不能。"""
     eos = torch.zeros(2, requires_grad=True)  # logits of w and EOS

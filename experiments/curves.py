@@ -28,7 +28,7 @@ CASES = {
     "format": Case(FORMAT),
     "pairs": Case({"GROUP_SIZE": 2, "PROMPTS_PER_STEP": 64}),
     "shuffled": Case({"TASK": "shuffled"}),
-    "short": Case({"MAX_COMPLETION_TOKENS": 10}),
+    "short": Case({"MAX_COMPLETION_TOKENS": 10, "MASK_TRUNCATED": True}),
 }
 
 

@@ -11,7 +11,6 @@ docs/experiments.md reports the findings. The questions there that needed inject
 task or a clock are in the history: `git show 655591d:experiments/questions.py`.
 """
 
-import itertools
 import os
 import statistics
 import subprocess
@@ -40,9 +39,8 @@ def updates(number, **constants):
 
 TAUGHT = {"STEPS": 200, "IDLE_LIMIT": 200, "EVAL_STEPS": 25}
 BOTH = TAUGHT | {"KL_BETA": 0.2, "UNBIASED_KL": True}
-BOTH |= {"SKIP_FLAT_GROUPS": False, "MASK_TRUNCATED": False}
+BOTH |= {"SKIP_FLAT_GROUPS": False}
 ALONE = BOTH | {"KL_BETA": 1.0, "REWARD_WEIGHTS": {}, "LOSS_TYPE": "dapo"}
-PUSHED = {"MASK_TRUNCATED": False, "OVERLONG_TOKENS": 8}
 
 
 CASES = {
@@ -56,20 +54,7 @@ CASES = {
     "hacked0": Case(HACKABLE | {"KL_BETA": 0.0}, "beta 0, hackable reward"),
     "hacked02": Case(HACKABLE | {"KL_BETA": 0.2}, "beta 0.2, hackable reward"),
     "centred": Case({"ADVANTAGE_STD": False}, "without std"),
-    "trained": Case({"MASK_TRUNCATED": False}, "trained"),
-    "overlong": Case({"OVERLONG_TOKENS": 8}, "masked, penalty"),
-    "trained_overlong": Case(PUSHED, "trained, penalty"),
-    "rambles": Case({}, "masked, as the demo", "rambler"),
-    "rambles_trained": Case({"MASK_TRUNCATED": False}, "trained", "rambler"),
-    "rambles_overlong": Case({"OVERLONG_TOKENS": 8}, "masked, penalty", "rambler"),
-    "rambles_trained_overlong": Case(PUSHED, "trained, penalty", "rambler"),
-    "refills0": Case({"MAX_REFILLS": 0}, "replaced by none"),
-    "refills4": Case({"MAX_REFILLS": 4}, "by at most 4 for 1"),
-    "flat_reward": Case({"SKIP_FLAT_GROUPS": "reward"}, "of equal rewards"),
-    "flat_kept": Case({"SKIP_FLAT_GROUPS": False}, "none"),
     "rare": Case(TAUGHT, "rewards", "rare"),
-    "rare_flat_reward": Case(TAUGHT | {"SKIP_FLAT_GROUPS": "reward"}, "of equal rewards", "rare"),
-    "rare_flat_kept": Case(TAUGHT | {"SKIP_FLAT_GROUPS": False}, "none", "rare"),
     "rare0": Case(TAUGHT | {"KL_BETA": 0.0}, "rewards, beta 0", "rare"),
     "rare_alone": Case(ALONE, "teacher", "rare", "teacher"),
     "rare_both": Case(BOTH, "both", "rare", "teacher"),
@@ -85,8 +70,7 @@ CASES = {
 ACCURACY, GREEDY, FORMAT = "accuracy", "eval_accuracy", "rewards/format/mean"
 LAST_FORMAT, LAST_KL = ("eval_positive_format", "last"), ("kl", "end")
 MOST_NORM = ("grad_norm", "max")
-TOKENS, SECONDS = ("tokens_sampled", "sum"), ("seconds", "sum")
-CUT = ("completions/clipped_ratio", "end")
+TOKENS = ("tokens_sampled", "sum")
 
 
 @dataclass(frozen=True)
@@ -95,7 +79,6 @@ class Question:
     cases: tuple  # names; the others are compared with the first
     panels: tuple = (ACCURACY, "kl")  # metrics that are drawn
     columns: tuple = (LAST_FORMAT, LAST_KL)  # the table's after accuracy: a metric, a key of KINDS
-    equal: tuple = ()  # metrics: accuracy where a run has spent what the cheapest case spends of it
 
 
 QUESTIONS = {
@@ -115,39 +98,6 @@ QUESTIONS = {
         "Does dividing by the std help?",
         ("plain", "centred"),
         columns=(LAST_FORMAT, LAST_KL, MOST_NORM),
-    ),
-    "truncated": Question(
-        "Are truncated completions trained, if answers tend to run on?",
-        ("rambles", "rambles_trained", "rambles_overlong", "rambles_trained_overlong"),
-        panels=(ACCURACY, CUT[0]),
-        columns=(LAST_FORMAT, CUT, TOKENS),
-    ),
-    "truncated_rarely": Question(
-        "Are truncated completions trained, if they are rare?",
-        ("plain", "trained", "overlong", "trained_overlong"),
-        panels=(ACCURACY, CUT[0]),
-        columns=(LAST_FORMAT, CUT, TOKENS),
-    ),
-    "refills": Question(
-        "By how many new groups are zero-variance groups replaced?",
-        ("plain", "refills0", "refills4"),
-        panels=(ACCURACY, TOKENS[0]),
-        columns=(TOKENS, SECONDS),
-        equal=(TOKENS[0], SECONDS[0]),
-    ),
-    "flat": Question(
-        "Which groups are skipped, if most answers are in the format?",
-        ("plain", "flat_reward", "flat_kept"),
-        panels=(ACCURACY, FORMAT),
-        columns=(LAST_FORMAT, TOKENS),
-        equal=(TOKENS[0],),
-    ),
-    "flat_rare": Question(
-        "Which groups are skipped, if right answers and the format are rare?",
-        ("rare", "rare_flat_reward", "rare_flat_kept"),
-        panels=(ACCURACY, FORMAT),
-        columns=(LAST_FORMAT, TOKENS),
-        equal=(TOKENS[0],),
     ),
     "teacher": Question(
         "Does a teacher help a student that is rarely right?",
@@ -285,34 +235,17 @@ def compared(seeds, base, metric, kind):
     return f"{round(statistics.mean(gaps), 3) + 0.0:+.3f}, {higher} of {len(gaps)} higher{ties}"
 
 
-def at_equal(found, metric):
-    """Returns `found`, each run cut where it has spent what the seed's cheapest case spends."""
-    spent = lambda run: itertools.accumulate(record.get(metric, 0) for record in run)
-    least = [min(list(spent(run))[-1] for run in runs) for runs in zip(*found.values())]
-    return {
-        case: [
-            [record for record, so_far in zip(run, spent(run)) if so_far <= most]
-            for run, most in zip(seeds, least)
-        ]
-        for case, seeds in found.items()
-    }
-
-
 def table(name, found):
     """Returns a question's table, as Markdown."""
     question, first = QUESTIONS[name], QUESTIONS[name].cases[0]
     columns = ["greedy accuracy", "... less", "sampled accuracy, mean", "... less"]
-    for metric in question.equal:
-        columns += [f"sampled accuracy, end, at equal {metric}", "... less"]
     columns += [f"{metric}, {kind}" for metric, kind in question.columns]
     lines = [f"| case | less: | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
-    compare = [(found, GREEDY, "last"), (found, ACCURACY, "mean")]
-    compare += [(at_equal(found, metric), ACCURACY, "end") for metric in question.equal]
     for case, seeds in found.items():
         cells = ["" if case == first else CASES[first].label]
-        for some, *column in compare:
-            cells.append(cell(some[case], *column))
-            cells.append("" if case == first else compared(some[case], some[first], *column))
+        for column in ((GREEDY, "last"), (ACCURACY, "mean")):
+            cells.append(cell(seeds, *column))
+            cells.append("" if case == first else compared(seeds, found[first], *column))
         cells += [cell(seeds, *column) for column in question.columns]
         lines.append(f"| {CASES[case].label} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -1,9 +1,8 @@
 """Students and teachers: the demo's tiny model, trained on other examples.
 
 "rare" samples the right operator, and the format, in a few of a hundred answers; "adder" never
-does, as it has seen no subtraction and no tag. "rambler" is the demo's model, but after three of
-five answers it repeats itself beyond the demo's limit of tokens. "teacher", and "larger" with 5
-times its parameters, are right.
+does, as it has seen no subtraction and no tag. "teacher", and "larger" with 5 times its parameters,
+are right.
 """
 
 from types import SimpleNamespace
@@ -37,12 +36,6 @@ def rare(item, draw):
     return answer(item, operator, "<think><answer>" if kind > 0.98 else " so ")
 
 
-def rambling(item, draw):
-    """Returns the demo's example, followed in three of five cases by 32 tokens of repetition."""
-    text = arithmetic.sloppy(item, draw)
-    return text + " so it is" * 4 if draw.random() < 0.6 else text
-
-
 def drill(draw):
     return answer(arithmetic.make_item(draw), "+").partition(" so ")[0]
 
@@ -53,7 +46,6 @@ MODELS = {  # name: (task, shape, first seed); teachers have other initial weigh
     name: (SimpleNamespace(**vars(arithmetic) | examples), shape, first)
     for name, examples, shape, first in (
         ("arithmetic", {}, {}, 0), ("rare", {"sloppy": rare}, {}, 0), ("adder", ADDS, {}, 0),
-        ("rambler", {"sloppy": rambling}, {}, 0),
         ("teacher", RIGHT, {}, 100), ("larger", RIGHT, LARGER, 100),
     )
 }  # fmt: skip

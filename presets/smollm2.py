@@ -22,7 +22,6 @@ MAX_REFILLS = 0  # each step samples 16 groups, of which about 10 are not zero-v
 MAX_PROMPT_TOKENS = 128
 MAX_COMPLETION_TOKENS = 16
 STOP_STRINGS = ["\n"]  # the answer is one line
-MASK_TRUNCATED = False  # a completion that rambles on is wrong, and the model shall learn it
 TEMPERATURE = 0.8  # at 1.0 this model rambles
 KL_BETA = 0.01
 LEARNING_RATE = 1.5e-5

@@ -13,4 +13,3 @@ RUN_DIR = "runs/teacher"
 KL_BETA = 0.2  # weight of the teacher; at 1 the rewards would hardly count
 UNBIASED_KL = True  # gives the gradient of on-policy distillation
 SKIP_FLAT_GROUPS = False  # the teacher helps even if all completions are wrong
-MASK_TRUNCATED = False  # the teacher gives a signal for each token, also of these

@@ -179,5 +179,4 @@ QUICK = {
     "MAX_PROMPT_TOKENS": 1024, "MICRO_BATCH_TOKENS": 2048, "LEARNING_RATE": 1e-3,
     "WARMUP_STEPS": 1, "STEPS": 3, "EVAL_QUESTIONS": 8,
     "SKIP_FLAT_GROUPS": False,  # a random model is never right
-    "MASK_TRUNCATED": False,  # and seldom finds its EOS
 }  # fmt: skip

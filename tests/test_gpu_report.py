@@ -88,7 +88,7 @@ def test_settings_that_the_allocator_refuses_are_left_out_for_the_other_parts(
 
 # --- Its parts ------------------------------------------------------------------------
 FEW = {"EVAL_QUESTIONS": 2, "PROMPTS_PER_STEP": 1, "GROUP_SIZE": 2, "SKIP_FLAT_GROUPS": False}
-RUN = {"WARM_STEPS": 2, "MASK_TRUNCATED": False, **FEW}  # else ten idle steps end a run
+RUN = {"WARM_STEPS": 2, **FEW}
 SMALLEST = {
     "demo": {"STEPS": 1, **RUN},
     "resumed": {"STEPS": 60, **RUN},  # the signal comes while it trains

@@ -43,11 +43,12 @@ def test_rows_by_hand():
 
 def test_truncated_rows_count_in_the_mean_and_are_not_trained():
     group = a_group(MIXED, truncated=(True, False))
-    (row,) = rows_of(group, ADVANTAGE_STD=False)
+    masked = {"ADVANTAGE_STD": False, "MASK_TRUNCATED": True}
+    (row,) = rows_of(group, **masked)
     assert row.ids == [13] and row.advantage == -2.0
     assert row.weight == pytest.approx(1 / 2)  # of 2 sequences, the cut one included (as in TRL)
-    assert rows_of() == rows_of(a_group(MIXED, truncated=(True, True))) == []  # no 0 / 0
-    assert len(rows_of(group, MASK_TRUNCATED=False)) == 2
+    assert rows_of() == rows_of(a_group(MIXED, truncated=(True, True)), **masked) == []  # no 0 / 0
+    assert len(rows_of(group)) == 2
 
 
 def test_advantages_are_of_the_rewards_that_apply():
@@ -130,7 +131,7 @@ def test_a_run_stops_if_its_reference_begins_with_other_weights(metrics, referen
         check_reference(metrics, "float32", reference, model="ours")
 
 
-PLAIN = {"KL_BETA": 0, "MASK_TRUNCATED": False}
+PLAIN = {"KL_BETA": 0}
 
 
 def first_update(policy, sampler, *, temperature=1.0, noise=0.0):

@@ -20,7 +20,7 @@ from grpo.report import RunFolder, check_update, leaving_evidence
 from grpo.resume import Progress
 from grpo.sample import Sample, keep_logps
 
-CONSTANTS = {"GROUP_SIZE": 4, "MAX_COMPLETION_TOKENS": 48, "MASK_TRUNCATED": False, "KL_BETA": 0}
+CONSTANTS = {"GROUP_SIZE": 4, "MAX_COMPLETION_TOKENS": 48, "KL_BETA": 0}
 PROMPTS = [(i, {}, [5 + i, 6, 7, 8, 9, 10, 11, 12]) for i in range(16)]
 TASK = SimpleNamespace(rewards=lambda item, text: {"correctness": len(text) % 3, "format": 1.0})
 
