@@ -15,7 +15,7 @@ algorithm 1 and names its lines (docs/loss.md); the paper's step is a rollout he
   - Every mean is taken over the whole step, all ranks and micro-batches, never over a micro-batch.
   - We do not copy the old policy (line 6). The first update on a rollout uses its own log-probs as
     old log-probs, so the ratio is exactly 1. If a worker sampled any group, it uses the sampler's.
-  - Groups that are all right or all wrong ("flat") are skipped and replaced (SKIP_FLAT_GROUPS;
+  - Groups that are all right or all wrong ("flat") are skipped (SKIP_FLAT_GROUPS, MAX_REFILLS;
     DAPO, 2503.14476, sec. 3.2). They say nothing about correctness, only about other rewards.
 
 Symbols: G completions per prompt, P prompt tokens, T completion tokens, B sequences (a prompt and
@@ -58,7 +58,7 @@ OVERLONG_TOKENS = 0  # in the last N tokens before the limit, rewards fall by up
 # Skips flat groups, whose completions all have the same OUTCOME ("outcome") or the same total
 # reward ("reward"). False: trains on every group.
 SKIP_FLAT_GROUPS = "outcome"
-MAX_REFILLS = 4  # replaces flat groups by at most N times PROMPTS_PER_STEP groups; 0: by none
+MAX_REFILLS = 0  # replaces flat groups by at most N times PROMPTS_PER_STEP groups; 0: by none
 CHAT_TEMPLATE = {}  # options of the model's chat template, such as {"enable_thinking": False}
 OUTCOME = None  # name of the reward that decides correctness: above 0 is correct; None: the task's
 REWARD_WEIGHTS = None  # {reward: weight} (reward_weights); None: the task's; {}: only the KL trains

@@ -18,7 +18,6 @@ SAVE_STEPS = 1000  # a checkpoint takes 2.2 GB: only at the end, and if the run 
 KEEP_CHECKPOINTS = 1
 KEEP_BEST = False
 PROMPTS_PER_STEP = 16
-MAX_REFILLS = 0  # each step samples 16 groups, of which about 10 are not zero-variance
 MAX_PROMPT_TOKENS = 128
 MAX_COMPLETION_TOKENS = 16
 STOP_STRINGS = ["\n"]  # the answer is one line

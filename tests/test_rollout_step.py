@@ -55,7 +55,7 @@ class Reference:
 
 def take_step(outcomes, *, step=0, engine=None, workers=None, reference=None, **recipe):
     """-> sample_rollout's (groups, metrics, sampled) of groups with these rewards."""
-    prompts = recipe.pop("prompts", ())
+    prompts, recipe = recipe.pop("prompts", ()), {"MAX_REFILLS": 4} | recipe
     run = a_run(
         a_recipe(prompts, **recipe),
         stream=iter(prompts_of(outcomes)),
