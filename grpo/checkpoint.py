@@ -92,10 +92,9 @@ def save_run(run):
     linked = {step_of(link.readlink()) for link in folder.glob("best*") if link.is_symlink()}
     for path in set(saved) - set(kept):  # later ones are incomplete, or from before a resume
         if step_of(path) not in linked | {p.best}:
-            try:
-                shutil.rmtree(path)
-            except OSError as error:  # the new one is complete: no reason to end the run
-                say(f"the old checkpoint {path} can't be deleted: {error}")
+            shutil.rmtree(path, ignore_errors=True)  # the new one is complete: the run goes on
+            if path.exists():
+                say(f"the old checkpoint {path} can't be deleted")
         for states in path.glob("trainer/optimizer_*.pt"):  # of the best only the model is kept
             states.unlink()
 
@@ -278,8 +277,7 @@ def load(path, engine, stream, reference=None):
     # DeepSpeed expects a dict of all ranks' parts and reads this rank's
     engine.optimizer.load_state_dict({rank: part}, load_from_fp32_weights=True)
     for state in engine.optimizer.state.values():  # in RAM Adam's moments are still the file's
-        of_file = {n: x for n, x in state.items() if torch.is_tensor(x) and x.is_cpu}
-        state.update((name, tensor.clone()) for name, tensor in of_file.items())
+        state |= {name: x.clone() for name, x in state.items() if getattr(x, "is_cpu", False)}
     dist.barrier()
     give_weights(engine, stream.seed)  # collective
     if reference:

@@ -1,9 +1,8 @@
 """The processes that train together: how one becomes a rank, and what ranks exchange.
 
 A function marked "Collective" must be called by every rank; if one skips it, the others hang. If a
-rank ends, gloo's collectives fail in the others; with NCCL the launcher ends them. If a rank hangs,
-the others wait until the process group's time limit, which is logged at the start; NCCL's watchdog
-logs the collective.
+rank ends, the others' gloo collectives fail, and the launcher ends those in NCCL's. If one hangs,
+the others wait until the group's time limit, which is logged at the start, or NCCL's watchdog.
 """
 
 import atexit

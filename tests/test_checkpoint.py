@@ -161,12 +161,8 @@ def test_a_checkpoint_that_was_loaded_is_not_in_use_and_one_that_stays_ends_no_r
     assert engine.state[0]["exp_avg"].tolist() == [1] * 9
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
-    def busy(path, ignore_errors=False):
-        if not ignore_errors:
-            raise OSError(errno.ENOTEMPTY, "Directory not empty")
-
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", busy)
+        patch.setattr(shutil, "rmtree", lambda path, **_: None)
         save(tmp_path, 2, keep=1)
     assert "step_000001 can't be deleted" in capsys.readouterr().out
     save(tmp_path, 3, keep=1)
