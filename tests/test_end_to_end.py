@@ -109,7 +109,7 @@ def test_one_process_needs_no_launcher_and_ends_with_a_reason_where_it_has_nothi
     events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
     assert [e.step for e in events.Scalars("loss")] == [1]
     assert [e.step for e in events.Scalars("eval_accuracy")] == [0, 1]
-    ended = rf"(?s)2 steps.*0 of 20 groups.*OUTCOME = 'correctness'.*{flat}/samples.jsonl"
+    ended = rf"(?s)2 steps.*0 of 4 groups.*OUTCOME = 'correctness'.*{flat}/samples.jsonl"
     assert re.search(ended, log.read_text())
     *_, last = records(flat)
     samples = records(flat, "samples.jsonl")[-8:]  # a random model may be right by chance before
