@@ -9,6 +9,7 @@ from fakes import MIXED, FakeEngine, a_recipe, prompts_of
 from helpers import call
 
 from grpo.options.workers.rank_0 import Workers
+from grpo.options.workers.shared_settings import settings_of
 from grpo.sample import Group, Sample
 from grpo.wire import pack_group
 
@@ -66,7 +67,7 @@ def serving(folder, *, outcomes=(MIXED,) * 9, run="run", trainer="http://127.0.0
 def change(workers, **constants):
     """Makes it go on with other constants."""
     workers.recipe = workers.recipe.others(**constants)
-    workers.c = workers.recipe.c
+    workers.c, workers.settings = workers.recipe.c, settings_of(workers.recipe)
 
 
 def end(workers):

@@ -17,6 +17,8 @@ import threading
 from urllib.parse import urlsplit
 
 import bottle
+from waitress.channel import HTTPChannel
+from waitress.parser import HTTPRequestParser
 from waitress.server import TcpWSGIServer
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -37,12 +39,13 @@ class Gate(bottle.Bottle):
 
     def authorise(self):
         request = bottle.request
+        if "HTTP_ORIGIN" in request.environ:  # a web page in a browser on this machine
+            self.refuse(403, "requests of web pages are refused")
         if not self.token and not is_local(request.environ.get("HTTP_HOST", "localhost")):
             self.refuse(403, "without GRPO_TOKEN the URL's host must be 127.0.0.1 or localhost")
         if not self.token or request.path == "/health":
             return
-        sent = request.environ.get("HTTP_AUTHORIZATION", "")
-        if not hmac.compare_digest(sent.encode(), f"Bearer {self.token}".encode()):
+        if not has_token(request.environ.get("HTTP_AUTHORIZATION"), self.token):
             self.refuse(401, "the token is missing or wrong: set the same GRPO_TOKEN on both sides")
 
     # --- What routes read and answer ------------------------------------------------
@@ -90,7 +93,23 @@ class Gate(bottle.Bottle):
         return json.dumps({"error": reason[:1000]})
 
 
+class Parser(HTTPRequestParser):
+    def parse_header(self, header_plus):
+        super().parse_header(header_plus)
+        token = self.adj.token
+        if token and not has_token(self.headers.get("AUTHORIZATION"), token):
+            # Its body is not read: those of strangers could fill the memory. The app refuses it
+            self.body_rcv, self.chunked, self.content_length = None, False, 0
+            self.headers["CONNECTION"] = "close"
+
+
+class Channel(HTTPChannel):
+    parser_class = Parser
+
+
 class Server(TcpWSGIServer):
+    channel_class = Channel
+
     def stop(self):
         """Stops serving, and frees the address."""
         closed = threading.Event()
@@ -106,6 +125,11 @@ class Server(TcpWSGIServer):
             self.task_dispatcher.shutdown()
             self.trigger.pull_trigger(close)
             closed.wait(5)
+
+
+def has_token(header, token):
+    """Returns whether an Authorization header, or None, has the token."""
+    return hmac.compare_digest((header or "").encode(), f"Bearer {token}".encode())
 
 
 def is_local(host):
@@ -140,7 +164,7 @@ def url_of(host, port):
 def listen(app, host, port, threads, max_body_bytes):
     """Returns the HTTP server; run() serves. Raises SystemExit if the address can't be used."""
     try:
-        return Server(
+        server = Server(
             app,
             host=host,
             port=port,
@@ -154,3 +178,5 @@ def listen(app, host, port, threads, max_body_bytes):
         )
     except (OSError, ValueError) as error:
         sys.exit(f"can't listen at {url_of(host, port)} ({error}): is the port in use?")
+    server.adj.token = app.token
+    return server

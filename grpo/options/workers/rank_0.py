@@ -14,6 +14,7 @@ zero variance is decided here, so workers send all.
 import shutil
 import threading
 import time
+import uuid
 from collections import deque
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -33,7 +34,7 @@ from grpo.wire import sha256_of, unpack_group
 
 MAX_GROUP_BYTES = 16 << 20  # of one group: 64 completions of 8192 tokens are 6 MB
 THREADS = 16  # requests served at once; none of them waits
-SKIPPED = 256  # groups of zero variance that are kept until a step counts them
+SKIPPED = 4096  # groups of zero variance that are kept until a step counts them
 ACTIVE_SECONDS = 30  # a worker that has been silent for longer gets no share of the room
 
 
@@ -42,7 +43,10 @@ class Workers:
 
     def __init__(self, c, recipe, policy, run):
         """`c` has the trainer's constants as attributes, `run` is the run's name."""
-        self.c, self.recipe, self.policy, self.run = c, recipe, policy, run
+        self.c, self.recipe, self.policy = c, recipe, policy
+        # Another one at each start: a resume may undo steps, and change what workers must share
+        self.run = f"{run}-{uuid.uuid4().hex[:4]}"
+        self.settings = settings_of(recipe)
         self.questions = {question.index: question for question in recipe.prompts}
         self.lock = threading.Lock()
         self.record = None  # of the newest policy
@@ -50,7 +54,7 @@ class Workers:
         self.skipped = deque(maxlen=SKIPPED)  # those that are only counted
         self.ids = deque(maxlen=10_000)  # a group arrives twice if the first answer was lost
         self.heard = {}  # {worker: when it last asked for a policy}
-        self.dropped = 0  # groups that were too old, or of steps that were undone
+        self.dropped = 0  # groups that were too old
         self.proof = None  # (prompt, completion), sampled once because sampling is slow
         self.thread = self.error = None
         # Absolute, as a reward may change the process's folder while _publish writes
@@ -87,8 +91,8 @@ class Workers:
         group, record = unpack_group(self.app.read_body()), self.record
         if record is None:
             raise Busy("no policy is published yet")
-        if group.run != self.run or group.version > record["version"]:
-            return {"refused": "its policy is of another run, or of steps that were undone"}
+        if group.run != self.run:
+            return {"refused": "its policy is of another run, or of this one before it resumed"}
         self.check(group)
         group.item = self.questions[group.index].item
         for sample in group.samples:
@@ -121,7 +125,7 @@ class Workers:
         """Publishes the weights as they are now; a thread writes the file."""
         self.finish()
         self.proof = self.proof or sample_proof(self.policy, self.recipe)
-        record = {"run": self.run, "version": step, "settings": settings_of(self.recipe)}
+        record = {"run": self.run, "version": step, "settings": self.settings}
         record["proof"] = proof_of(self.policy, *self.proof)
         self.thread = in_background(self._publish, trained_weights(self.policy.model), record)
 
@@ -149,13 +153,14 @@ class Workers:
     def take(self, step):
         """Returns at most PROMPTS_PER_STEP waiting groups, exactly that number if only workers
         sample (TRAINER_SAMPLES), and all that are skipped. Drops and counts groups whose policy is
-        more than MAX_STALENESS updates old, or of later steps, which were undone by a resume."""
+        more than MAX_STALENESS updates old."""
         groups, wait = [], Wait(f"workers' groups at {self.c.TRAINER}", self.c.WAIT_LIMIT_SECONDS)
         while (missing := self.c.PROMPTS_PER_STEP - len(groups)) > 0:
             with self.lock:
                 new = [self.groups.popleft() for _ in range(min(missing, len(self.groups)))]
+                flat = len(self.skipped)
                 workers = ", ".join(self.heard) or "none (is `grpo_ref_split.py worker` running?)"
-            fit = [g for g in new if step - self.c.MAX_STALENESS <= g.version <= step]
+            fit = [g for g in new if step - self.c.MAX_STALENESS <= g.version]
             self.dropped += len(new) - len(fit)
             groups += fit
             if new:
@@ -165,7 +170,8 @@ class Workers:
             elif self.error:  # no worker will ever find a policy
                 raise self.error
             else:
-                wait.sleep(f"{missing} groups are missing; active workers: {workers}", pause=0.05)
+                why = f"{missing} groups are missing, {flat} of zero variance have arrived"
+                wait.sleep(f"{why}; active workers: {workers}", pause=0.05)
         with self.lock:
             groups += self.skipped
             self.skipped.clear()

@@ -10,8 +10,11 @@ SHARED += " BASE_BITS"
 
 
 def settings_of(recipe):
-    """Returns the settings, as JSON values, that the trainer publishes and workers compare."""
+    """Returns the settings, as JSON values, that the trainer publishes and workers compare. To be
+    called when the task has just been imported: later its file may be another one."""
     prompts = json.dumps([[index, ids] for index, _, ids in recipe.prompts]).encode()
+    file = getattr(recipe.task, "__file__", None)  # its rewards, as they were imported
+    code = Path(file).read_bytes() if file else b""
     settings = {name: getattr(recipe.c, name) for name in SHARED.split()} | {
         "OUTCOME": recipe.outcome,
         "REWARD_WEIGHTS": recipe.weights,
@@ -19,6 +22,7 @@ def settings_of(recipe):
         "order of REWARD_WEIGHTS": list(recipe.weights),
         "TOOLS": recipe.chat_options.get("tools"),
         "hash of prompts (tokenizer, task, data)": hashlib.sha256(prompts).hexdigest(),
+        "hash of the task's file": hashlib.sha256(code).hexdigest(),
     }
     return json.loads(json.dumps(settings))
 

@@ -81,6 +81,7 @@ class Worker:
         self.policy, self.recipe, self.c, self.name = policy, recipe, recipe.c, name
         self.trainer = TrainerClient(self.c.TRAINER, self.c.WAIT_LIMIT_SECONDS)
         self.order = Stream(recipe.prompts, f"{self.c.SEED}/{name}")
+        self.settings = settings_of(recipe)
         self.loaded = {"run": "", "version": -1, "sha256": ""}
         self.held = 0  # groups that were started and are not sent yet
         self.asked = 0.0  # when it last requested room, on the monotonic clock
@@ -96,7 +97,7 @@ class Worker:
     def load(self, record):
         """Fetches a policy, loads it, and checks its log-probs. Returns False if the trainer does
         not have it any more, or if the connection breaks."""
-        check_settings(record["settings"], settings_of(self.recipe))
+        check_settings(record["settings"], self.settings)
         version, started = record["version"], time.perf_counter()
         # Without a name: a worker that is killed leaves no gigabytes behind
         with tempfile.TemporaryFile() as file:

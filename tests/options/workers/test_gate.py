@@ -1,8 +1,12 @@
 """The gate: tokens, refusals, and addresses."""
 
+import json
+from http.client import HTTPConnection
+
 import pytest
 from helpers import call, refused
 
+from grpo.log import in_background
 from grpo.options.workers.gate import Busy, Gate, listen, token_for
 
 
@@ -29,6 +33,29 @@ def test_without_the_token_only_health_answers():
         refused(call(app, "POST", "/echo", b"x", **wrong), 401)
     assert call(app, "POST", "/echo", b"x", QUERY_STRING="n=%C3%A9", **right)[2] == b"x"
     refused(call(app, "GET", "/no/such/route", **right), 404)
+
+
+def test_a_strangers_body_is_refused_before_it_is_read():
+    """Bodies that never end, of many connections, would fill the memory."""
+    server = listen(an_app("secret"), "127.0.0.1", 0, 1, 10**9)
+    in_background(server.run)
+    sizes = {"Content-Length": 10**8}, {"Transfer-Encoding": "chunked"}
+    try:
+        for headers in sizes:
+            connection = HTTPConnection("127.0.0.1", server.effective_port, timeout=60)
+            connection.request("POST", "/echo", headers=headers | {"Authorization": "Bearer no"})
+            answer = connection.getresponse()
+            assert answer.status == 401 and answer.getheader("Connection") == "close"
+            assert "GRPO_TOKEN" in json.loads(answer.read())["error"]
+            connection.close()
+        connection.request("POST", "/echo", b"x" * 10**6, {"Authorization": "Bearer secret"})
+        assert connection.getresponse().read() == b"x" * 10**6
+    finally:
+        server.stop()
+
+
+def test_a_web_page_can_not_send_requests():
+    refused(call(an_app(), "POST", "/echo", b"x", HTTP_ORIGIN="https://evil.example"), 403)
 
 
 @pytest.mark.parametrize("host", ["evil.example", "[::1", "127.0.0.1.evil.example:59875"])

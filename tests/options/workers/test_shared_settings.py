@@ -6,6 +6,7 @@ import pytest
 from fakes import MIXED, a_recipe, prompts_of
 
 from grpo.options.workers.shared_settings import check_settings, settings_of
+from grpo.task import load_task
 
 
 def test_settings_are_the_same_after_a_journey_as_json():
@@ -33,3 +34,17 @@ def test_a_worker_with_other_constants_is_told_which(name, change):
     with pytest.raises(SystemExit, match=f"differs from the trainer: {name}") as caught:
         check_settings(json.loads(json.dumps(theirs)), mine)
     assert str(caught.value).count("here,") == 1  # and of no other
+
+
+def test_a_worker_with_an_older_file_of_the_task_is_refused(tmp_path):
+    """Its rewards would be other ones; the file may be in another folder."""
+    theirs, mine = tmp_path / "there/task.py", tmp_path / "here/task.py"
+    found = []
+    for path, reward in ((theirs, 1.0), (mine, 1.0), (mine, 0.5)):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"load = messages = None\ndef rewards(*_):\n    return {reward}\n")
+        recipe = a_recipe(task=load_task(str(path)), TASK=str(path), REWARD_WEIGHTS={"reward": 1})
+        found.append(settings_of(recipe))
+    check_settings(found[0], found[1])
+    with pytest.raises(SystemExit, match="differs from the trainer: hash of the task's file"):
+        check_settings(found[0], found[2])

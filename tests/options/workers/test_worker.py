@@ -102,7 +102,7 @@ def test_a_worker_samples_with_the_newest_policy_while_there_is_room(side, monke
     first, second = in_order(side, *range(7)), in_order(side, *range(7, 14))
     assert Counter(g.index for g in trained) == Counter(first)
     assert Counter(g.index for g in side.groups) == Counter(second)
-    assert {(g.run, g.sampler, g.outcome) for g in groups} == {("run", "me", "correctness")}
+    assert {(g.run, g.sampler, g.outcome) for g in groups} == {(side.run, "me", "correctness")}
     assert len({group.id for group in groups}) == 14
     assert script.statuses["group", 200] == 14 and script.statuses["group", 503] == 0
     assert policy.most <= 2  # groups of two in a SAMPLE_BATCH of 4
@@ -129,7 +129,7 @@ def test_no_two_rollouts_draw_alike(tmp_path, monkeypatch):
             return run(side, name=name)[0].seeds
 
     everyone = [*seeds("me", "run"), *seeds("you", "run"), *seeds("me", "other")]
-    assert len(set(everyone)) == len(everyone) == 6 and seeds("me", "run") == everyone[:2]
+    assert len(set(everyone)) == len(everyone) == 6
     torch.Generator().manual_seed(max(everyone))  # which takes 64 bits
 
 
