@@ -113,8 +113,9 @@ def start(command, log=None, threads=ONE_THREAD, **options):
 
 
 def train_and_serve(name, shared, more, threads=ONE_THREAD):
-    """Runs trainer and server with a preset until the trainer has ended. Both get the constants in
-    `shared`, the trainer also `more`. Ctrl-C, where Python receives it, lets the trainer save."""
+    """Runs trainer and server with a preset until the trainer has ended, or the server, which ends
+    the trainer. Both get the constants in `shared`, the trainer also `more`. Ctrl-C, where Python
+    receives it, lets the trainer save."""
     port, log_path = free_port(), Path(more["RUN_DIR"], "ref_server.log")
     with open(log_path, "w") as log:
         serve = command("ref_server.py", name, **shared, PORT=port)
@@ -122,10 +123,14 @@ def train_and_serve(name, shared, more, threads=ONE_THREAD):
     more = more | {"REF_SERVER": f"http://127.0.0.1:{port}"}
     trainer = start(command("grpo_ref_split.py", name, **shared, **more), threads=threads)
     try:
-        trainer.wait()
+        while trainer.poll() is None and server.poll() is None:
+            time.sleep(0.1)
     except KeyboardInterrupt:
         trainer.send_signal(signal.SIGINT)  # if the terminal has not: it saves its step
-        trainer.wait()
+    if server.poll() is not None:
+        trainer.terminate()
+        print(f"ref_server.py has ended: {log_path} says why", flush=True)
+    trainer.wait()
     server.terminate()
     if status := trainer.returncode:
         why = f"the error above (status {status}); {log_path} has the server's output"

@@ -74,10 +74,10 @@ def main(**constants):
     if model == preset.MODEL:
         smollm2.make(model)
     run_dir.mkdir(parents=True, exist_ok=True)
-    if not (final := run_dir / "final").exists():
-        print("ref_server.py and grpo_ref_split.py start, which takes half a minute", flush=True)
-        shared = {name: constants.pop(name) for name in SHARED if name in constants}
-        train_and_serve("smollm2", shared, constants, threads={})  # on all cores
+    print("ref_server.py and grpo_ref_split.py start, which takes half a minute", flush=True)
+    shared = {name: constants.pop(name) for name in SHARED if name in constants}
+    train_and_serve("smollm2", shared, constants, threads={})  # on all cores
+    final = run_dir / "final"
     plot.plot(run_dir)
     show_answers(model, final, sums.load("test")[:3])
     print(f"\nModel: {final}   curve: {run_dir}/curves.png   samples: {run_dir}/samples.jsonl")

@@ -55,6 +55,16 @@ def test_a_demo_deletes_only_what_an_earlier_one_has_made(tmp_path):
     assert os.listdir(tmp_path) == ["mine"]
 
 
+def test_a_demo_ends_with_its_server(tmp_path, monkeypatch, capsys):
+    """And does not wait for it until WAIT_LIMIT_SECONDS."""
+    codes = {"ref_server.py": "1 / 0", "grpo_ref_split.py": "import time; time.sleep(900)"}
+    monkeypatch.setattr(demo, "command", lambda name, *_, **__: [sys.executable, "-c", codes[name]])
+    with pytest.raises(SystemExit, match="ref_server.log has the server's output"):
+        demo.train_and_serve("demo", {}, {"RUN_DIR": str(tmp_path)})
+    assert "ref_server.py has ended" in capsys.readouterr().out
+    assert "ZeroDivisionError" in (tmp_path / "ref_server.log").read_text()
+
+
 @pytest.mark.long
 def test_the_demo_runs_and_leaves_what_the_readme_says(tmp_path):
     process = start_demo(tmp_path / "run", steps=2)
@@ -93,10 +103,10 @@ def test_a_tiny_model_of_a_task_with_turns_is_trained_with_its_preset(name, tmp_
     text = (ROOT / f"presets/{name}.py").read_text()
     made, trained = map(str.split, re.findall("^python (.*)$", text, re.MULTILINE))
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(module, "WARM_STEPS", 150)
+    monkeypatch.setattr(module, "WARM_STEPS", 40)
     monkeypatch.setattr(sys, "argv", ["tasks", *made[3:-1], f"OUT={tmp_path}/model"])
     module.main(made[2])
-    own = [f"MODEL={tmp_path}/model", f"RUN_DIR={tmp_path}/run", "STEPS=2"]
+    own = [f"MODEL={tmp_path}/model", f"RUN_DIR={tmp_path}/run", "STEPS=2", "EVAL_QUESTIONS=8"]
     launch(1, [sys.executable, *trained, *own], tmp_path / "log")
     steps = [record for record in records(tmp_path / "run") if "num_turns/mean" in record]
     assert len(steps) == 2 and all(1 <= record["num_turns/mean"] <= 3 for record in steps)
