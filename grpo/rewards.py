@@ -50,7 +50,7 @@ def answers_of(recipe, group, futures):
     for number, future in futures.items():
         try:
             with announced(what):
-                found[number] = future.result(recipe.submit.limit)
+                found[number] = recipe.submit.result(future)
         except BaseException as error:  # noqa: BLE001 (raised or counted)
             fail(recipe, group.item, *calls[number], error)
     left = [number for number in range(len(calls)) if number not in futures]

@@ -11,8 +11,8 @@ from grpo.log import in_background
 
 def start_loop(task, seconds):
     """Starts an event loop in a thread. Returns submit(function, *arguments), which calls an async
-    function of the task and returns a Future; that raises TooSlow after `seconds`. A plain
-    group_rewards beside it is called in the main thread, as ever."""
+    function of the task and returns a Future; submit.result(future) raises TooSlow after `seconds`.
+    A plain group_rewards beside it is called in the main thread, as ever."""
     loop = asyncio.new_event_loop()
     in_background(loop.run_forever)
 
@@ -33,6 +33,13 @@ def start_loop(task, seconds):
     def submit(*job):
         return asyncio.run_coroutine_threadsafe(call(*job), loop)
 
+    def result(future):
+        try:
+            return future.result(submit.limit)
+        except TimeoutError as error:
+            raise (error if future.done() else TooSlow("the loop", seconds)) from None
+
     submit.takes = lambda name: inspect.iscoroutinefunction(getattr(task, name))
     submit.limit = seconds + GRACE_SECONDS  # for code that blocks the loop
+    submit.result = result
     return submit
