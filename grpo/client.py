@@ -46,6 +46,7 @@ class Client:
         self.url, self.limit = url.rstrip("/"), wait_limit_seconds
         self.session = requests.Session()
         self.session.trust_env = False  # no HTTP_PROXY: a proxy seldom knows a cluster's machines
+        self.session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
         for scheme in ("http://", "https://"):
             self.session.mount(scheme, Probing())
         if token := os.environ.get("GRPO_TOKEN"):
@@ -60,7 +61,8 @@ class Client:
             try:
                 reply = self.session.request(method, url, timeout=(10, timeout), **request)
             except CUT_OFF as error:
-                why = f"no answer ({type(error).__name__}); is `{self.command}` running?"
+                cause = getattr(error.args and error.args[0], "reason", error)  # urllib3's
+                why = f"no answer ({cause!s:.200}); is `{self.command}` running?"
                 silent = isinstance(error, requests.ReadTimeout)  # no answer since it was sent
             else:
                 if reply.ok or reply.status_code in expected:
