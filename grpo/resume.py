@@ -115,9 +115,10 @@ def data_of(recipe):
 def log_other_data(c, progress, stream, before, now):
     """Logs what has changed since a checkpoint; if it is the prompts, their order begins anew.
     `before` and `now` are the run's data_of."""
-    changed = {name for name in now if now[name] != before.get(name, now[name])}
-    if "task_file" in changed:
-        say(f"the file of TASK = {c.TASK!r} has changed since the checkpoint")
+    changed = {name for name in now if now[name] != (before.get(name) or now[name])}
+    named = {"task_file": f"the file of TASK = {c.TASK!r}", "server": "the server's model"}
+    for name in changed & named.keys():
+        say(f"{named[name]} has changed since the checkpoint")
     if "prompt_ids" in changed:
         say("the prompts have changed: their order begins anew")
         stream.position, progress.groups = dist.get_rank(), 0

@@ -97,8 +97,9 @@ def main(name):
     _, given = command_line(trainer.DEFAULTS, __doc__)
     if outs:
         given["MODEL"] = out = outs[-1].removeprefix("OUT=")
-        if Path(out).exists():
-            raise SystemExit(f"OUT = {out!r} exists already: delete it, or choose another folder")
+        for path in (out, f"{out}_run"):  # the latter would resume a run of the older model
+            if Path(path).exists():
+                raise SystemExit(f"{path} exists already: delete it, or choose another OUT")
     c = trainer.checks.settled(trainer.DEFAULTS, given | {"TASK": name})
     command = make_model(Recipe(c, task, []), out) if outs else ""
     from grpo.ranks import no_child_stays  # it imports torch

@@ -34,7 +34,7 @@ RUN = {  # the constants that checkpoints look at
 }  # fmt: skip
 
 
-DATA = {"prompt_ids": "p", "task_file": "t"}
+DATA = {"prompt_ids": "p", "task_file": "t", "server": "w"}
 
 
 class FakeEngine:
@@ -172,7 +172,9 @@ def test_a_checkpoint_that_was_loaded_is_not_in_use_and_one_that_stays_ends_no_r
 # --- Other data -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("data", [{"prompt_ids": "other"}, {"task_file": "other"}, {}])
+@pytest.mark.parametrize(
+    "data", [{"prompt_ids": "other"}, {"task_file": "other"}, {"server": "other"}, {}]
+)
 def test_other_prompts_have_a_new_order_and_another_file_is_named(
     data, tmp_path, alone, monkeypatch, capsys
 ):
@@ -186,6 +188,7 @@ def test_other_prompts_have_a_new_order_and_another_file_is_named(
     assert (progress.flat_share, progress.best) == (0.0 if anew else 0.5, 3)
     out = capsys.readouterr().out
     assert ("begins anew" in out, "TASK = 't' has changed" in out) == (anew, "task_file" in data)
+    assert ("the server's model has changed" in out) == ("server" in data)
     assert json.loads((tmp_path / "run.json").read_text())["data"] == now
     monkeypatch.setattr(dist, "get_rank", lambda: 1)  # which begins at its own place
     resume.log_other_data(SimpleNamespace(**RUN), progress, resumed, DATA, now)
