@@ -1,6 +1,7 @@
 """Seconds of a step of SmolLM2-135M: ours, ours with one option each, and TRL's GRPOTrainer.
 
     python benchmarks/end_to_end.py runs/smollm2_135m .venv-peers/bin/python out.md [STEPS]
+    python benchmarks/end_to_end.py accuracy runs/smollm2_135m .venv-peers/bin/python out.md [STEPS]
 
 All train presets/smollm2.py's model and task with 8 x 8 completions of 16 tokens at most, without a
 KL, a server or evaluations; no group is left out or replaced, and nothing is masked. On a CPU each
@@ -11,9 +12,12 @@ are of 32 sequences, as 64 need more memory, and its model ends at each token wi
 STOP_STRINGS does. TRL's other settings are its defaults, except `top_k`, `loss_type` and
 `use_bias_correction_kl`, which are set to what we do. Its default is bf16=True. Where the CPU can't
 multiply bfloat16, both run in float32 only. requirements-peers.txt describes its venv.
+
+"accuracy": seconds of training, without evaluations, until 0.70 of the first 200 test questions are
+answered right, greedily, which is tried after every second step; 20 STEPS are planned. TRL ends
+there, and its model answers by `generate`, in float32.
 """
 
-import itertools
 import json
 import os
 import statistics
@@ -37,25 +41,27 @@ OPTIONS = {
 }
 IN_BFLOAT16 = {"bfloat16": "DTYPE=bfloat16"}
 PARTS = ("sample", "reward", "score", "wait", "backward", "step", "other")
+TARGET, QUESTIONS, EVERY = 0.7, 200, 2
 
 
 def run_ours(model, steps, constants):
-    """-> the steps' records, the trainer's peak memory in GB."""
+    """-> the records of steps and evaluations, the trainer's peak memory in GB."""
     from benchmarks.measure import trained
 
     with tempfile.TemporaryDirectory(prefix="ours-") as folder:
-        words = "REF_SERVER=None KL_BETA=0 SKIP_FLAT_GROUPS=False EVAL_STEPS=0"
+        words = f"REF_SERVER=None KL_BETA=0 SKIP_FLAT_GROUPS=False EVAL_QUESTIONS={QUESTIONS}"
         words += f" MODEL={model} RUN_DIR={folder}/run STEPS={steps} PROMPTS_PER_STEP={PROMPTS}"
         words = [*words.split(), *constants.split()]
         trainer = [ROOT / "grpo_ref_split.py", ROOT / "presets/smollm2.py", *words]
         with trained(f"{folder}/", {}, trainer, threads=2) as peak:
             lines = Path(folder, "run/metrics.jsonl").read_text().splitlines()
-    return [r for r in map(json.loads, lines) if "seconds" in r], peak / 1e9
+    return [*map(json.loads, lines)], peak / 1e9
 
 
 # --- TRL: run by the peers' Python ------------------------------------------------------
-def trl(model, out, steps, bf16):
-    """Trains; writes the steps' seconds, and versions, to `out` after every step."""
+def trl(model, out, steps, bf16, every):
+    """Trains; writes the steps' seconds, accuracies by step, and versions, to `out` after every
+    step."""
     import torch
     import transformers
     import trl
@@ -64,14 +70,19 @@ def trl(model, out, steps, bf16):
     from tasks import sums as task
 
     torch.set_num_threads(2)
-    ends = [time.perf_counter()]
     versions = f"TRL {trl.__version__}, transformers {transformers.__version__}"
+    found = {"seconds": [], "accuracies": {}, "versions": versions}
+    begin = time.perf_counter()
 
     class Times(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **_):
-            ends.append(time.perf_counter())
-            seconds = [b - a for a, b in itertools.pairwise(ends)]
-            Path(out).write_text(json.dumps({"seconds": seconds, "versions": versions}))
+            nonlocal begin
+            found["seconds"].append(time.perf_counter() - begin)
+            if int(every) and state.global_step % int(every) == 0:
+                found["accuracies"][state.global_step] = accuracy = answered(policy, tokenizer)
+                control.should_training_stop = accuracy >= TARGET
+            Path(out).write_text(json.dumps(found))
+            begin = time.perf_counter()
 
     def right(completions, item, **_):
         texts = [c[0]["content"] for c in completions]
@@ -91,6 +102,22 @@ def trl(model, out, steps, bf16):
         callbacks=[Times()],
     )
     trainer.train()
+
+
+def answered(policy, tokenizer):
+    """-> greedy accuracy on the first QUESTIONS of the test split."""
+    from tasks import sums as task
+
+    options = {"add_generation_prompt": True, "padding": True, "return_tensors": "pt"}
+    items, size, correct = task.load("test")[:QUESTIONS], PROMPTS * GROUP, 0
+    for part in (items[start : start + size] for start in range(0, len(items), size)):
+        chats = [task.messages(item) for item in part]
+        prompts = tokenizer.apply_chat_template(chats, return_dict=True, **options)
+        ids = policy.generate(**prompts, do_sample=False, max_new_tokens=TOKENS)
+        new = ids[:, prompts["input_ids"].shape[1] :]
+        texts = tokenizer.batch_decode(new, skip_special_tokens=True)
+        correct += sum(map(lambda i, t: task.rewards(i, t)["correctness"], part, texts))
+    return correct / QUESTIONS
 
 
 def trl_config(folder, steps, bf16):
@@ -126,13 +153,13 @@ def trl_config(folder, steps, bf16):
     )
 
 
-def run_trl(python, model, steps, bf16):
-    """-> {"seconds": the steps', "versions": of TRL and transformers}."""
+def run_trl(python, model, steps, bf16, every=0):
+    """-> {"seconds": the steps', "accuracies": {"2": ...}, "versions": of TRL and transformers}."""
     with tempfile.TemporaryDirectory(prefix="trl-") as folder:
         out = f"{folder}/out.json"
         environment = os.environ | {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
         environment["GOMP_SPINCOUNT"] = "1000"  # as ours: on shared cores it is much faster
-        command = [python, HERE, "trl", model, out, str(steps), "yes" if bf16 else ""]
+        command = [python, HERE, "trl", model, out, str(steps), "yes" * bf16, str(every)]
         with open(f"{out}.log", "w") as log:
             output = {"stdout": log, "stderr": subprocess.STDOUT}
             if subprocess.run(command, check=False, env=environment, cwd=ROOT, **output).returncode:
@@ -149,39 +176,75 @@ def bar(records):
     return ", ".join(f"{name} {'█' * round(20 * s)} {s:.0%}" for name, s in kept.items())
 
 
-def main(model, python, out, steps="3"):
+def native():
+    """-> whether the device multiplies bfloat16."""
     import torch
 
-    from benchmarks.measure import DEVICE, facts
+    from benchmarks.measure import DEVICE
 
-    native = DEVICE != "cpu" or torch.cpu._is_avx512_bf16_supported()
+    return DEVICE != "cpu" or torch.cpu._is_avx512_bf16_supported()
 
+
+def write(out, lines):
+    from benchmarks.measure import facts
+
+    text = "\n".join([facts("torch", "transformers", "deepspeed"), "", *lines, ""])
+    print(text)
+    Path(out).write_text(text)
+
+
+def to_accuracy(model, python, out, steps="20"):
+    lines = ["| | constants | accuracy after each second step | step | seconds to it |"]
+    lines.append("|---|---|---|---|---|")
+    for name, constants in ({"ours": "DTYPE=float32"} | (IN_BFLOAT16 if native() else {})).items():
+        records, _ = run_ours(model, int(steps), f"{constants} EVAL_STEPS={EVERY}")
+        accuracies = {r["step"]: r["eval_accuracy"] for r in records if "eval_accuracy" in r}
+        seconds = [r["seconds"] for r in records if "seconds" in r]
+        lines.append(row_to_accuracy(name, constants, accuracies, seconds))
+    for bf16 in (True, False) if native() else (False,):
+        theirs = run_trl(python, model, int(steps), bf16, EVERY)
+        accuracies = {int(step): found for step, found in theirs["accuracies"].items()}
+        arguments = theirs["versions"], f"bf16={bf16}", accuracies, theirs["seconds"]
+        lines.append(row_to_accuracy(*arguments))
+    write(out, lines)
+
+
+def row_to_accuracy(name, constants, accuracies, seconds):
+    accuracies.pop(0, None)
+    step = next((step for step, found in accuracies.items() if found >= TARGET), None)
+    cells = [name, f"`{constants}`", ", ".join(f"{found:.3f}" for found in accuracies.values())]
+    cells += [str(step), f"{sum(seconds[:step]):.0f}"] if step else ["not reached", ""]
+    print(cells, flush=True)
+    return f"| {' | '.join(cells)} |"
+
+
+def main(model, python, out, steps="3"):
     lines = ["| | constants | s a step | to ours | GB | where the seconds go |"]
     lines.append("|---|---|---|---|---|---|")
     base = None
-    for name, constants in (OPTIONS | (IN_BFLOAT16 if native else {})).items():
-        records, peak = run_ours(model, int(steps), constants)
-        counted = records[SKIP:]
+    for name, constants in (OPTIONS | (IN_BFLOAT16 if native() else {})).items():
+        records, peak = run_ours(model, int(steps), f"{constants} EVAL_STEPS=0")
+        counted = [r for r in records if "seconds" in r][SKIP:]
         seconds = statistics.median(r["seconds"] for r in counted)
         base = base or seconds
         cells = [name, f"`{constants}`" * bool(constants)]
         cells += [f"{seconds:.1f}", f"{seconds / base:.2f}", f"{peak:.1f}", bar(counted)]
         lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)
-    for bf16 in (True, False) if native else (False,):
+    for bf16 in (True, False) if native() else (False,):
         theirs = run_trl(python, model, int(steps), bf16)
         seconds = statistics.median(theirs["seconds"][SKIP:])
         cells = f"{theirs['versions']} | `bf16={bf16}` | {seconds:.1f} | {seconds / base:.2f}"
         lines.append(f"| {cells} | | |")
-    text = "\n".join([facts("torch", "transformers", "deepspeed"), "", *lines, ""])
-    print(text)
-    Path(out).write_text(text)
+    write(out, lines)
 
 
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["trl", *arguments]:
             trl(*arguments)
+        case ["accuracy", _, _, _, *_]:
+            to_accuracy(*sys.argv[2:])
         case [_, _, _] | [_, _, _, _]:
             main(*sys.argv[1:])
         case _:
