@@ -109,7 +109,7 @@ SEED = 0  # random seed of the order of questions and of sampling
 # --- Memory: "auto" is found by trial on a GPU; if memory runs out later, set a value ----------
 MICRO_BATCH_TOKENS = "auto"  # tokens per forward and backward; fewer save memory; same gradient
 FUSED_LOSS = True  # True: log-probs in chunks (grpo_loss_triton.py); False: holds all logits
-GRADIENT_CHECKPOINTING = "auto"  # True: recomputes activations; a third slower, far less memory
+GRADIENT_CHECKPOINTING = "auto"  # True: recomputes activations; slower, far less memory
 OFFLOAD_OPTIMIZER = False  # True: master weights, Adam states and the update are in CPU memory
 DTYPE = "auto"  # bfloat16 on a GPU (with float32 master weights), float32 on a CPU
 

@@ -21,7 +21,7 @@ FORMAT = {"REWARD_WEIGHTS": {"correctness": 0.0, "format": 1.0}, "SKIP_FLAT_GROU
 
 CASES = {
     "healthy": Case({}),
-    "rate": Case({"LEARNING_RATE": 7e-3}),
+    "rate": Case({"LEARNING_RATE": 7e-3, "MASK_TRUNCATED": True}),
     "collapse": Case({"LEARNING_RATE": 2e-3, "KL_BETA": 0.0, "UPDATES_PER_ROLLOUT": 4}),
     "high_kl": Case({"KL_BETA": 1.0}),
     "hacked": Case(HACKABLE),
