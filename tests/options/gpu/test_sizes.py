@@ -87,7 +87,7 @@ def test_computed_and_tried_sizes_are_those_of_living_tensors(case, monkeypatch,
     monkeypatch.setattr(grpo_loss_triton, "slabs", lambda *_: iter(()))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     monkeypatch.setattr(training.dist, "get_world_size", lambda: 1)
-    sizes = {"MICRO_BATCH_TOKENS": 1024, "GRADIENT_CHECKPOINTING": checkpointing}
+    sizes = {"MICRO_BATCH_TOKENS": 512, "GRADIENT_CHECKPOINTING": checkpointing}
     own = {
         "LORA_RANK": rank,
         "GROUP_SIZE": group,
@@ -140,17 +140,17 @@ def auto(**changes):
 @pytest.mark.parametrize(
     ("fails", "own", "chosen"),
     [  # how often rank 1 runs out of memory; constants; tokens, checkpointing
-        (0, {}, (1024, False)),
-        (2, {}, (1024, True)),  # checkpointing last
+        (0, {}, (256, False)),
+        (2, {}, (256, True)),  # checkpointing last
         (5, {}, None),
-        (1, {"MICRO_BATCH_TOKENS": 300}, (300, True)),
-        (2, {"GRADIENT_CHECKPOINTING": False}, (256, False)),
+        (1, {"MICRO_BATCH_TOKENS": 75}, (75, True)),
+        (2, {"GRADIENT_CHECKPOINTING": False}, (64, False)),
     ],
 )
 def test_ranks_step_down_together(fails, own, chosen, tiny, monkeypatch, capsys):
     """What rank 0 could hold does not matter once rank 1 is out of memory."""
     a_gpu(monkeypatch)
-    monkeypatch.setattr(training, "TOKENS", {False: (1024, 512), True: (1024, 512, 256)})
+    monkeypatch.setattr(training, "TOKENS", {False: (256, 128), True: (256, 128, 64)})
     monkeypatch.setattr(sampling, "BATCHES", (128, 64, 32))
     ranks, policies = Ranks(monkeypatch), [tiny_policy(tiny), tiny_policy(tiny)]
     tried, draw = [[], []], sampling.draw
@@ -175,7 +175,7 @@ def test_ranks_step_down_together(fails, own, chosen, tiny, monkeypatch, capsys)
 
     monkeypatch.setattr(sampling, "draw", drawn)
     if chosen is None:
-        with pytest.raises(SystemExit, match="MICRO_BATCH_TOKENS = 256, .*VLLM_CACHE_GB"):
+        with pytest.raises(SystemExit, match="MICRO_BATCH_TOKENS = 64, .*VLLM_CACHE_GB"):
             ranks.run(start)
     else:
         assert ranks.run(start) == 2 * [[64, *chosen]]
