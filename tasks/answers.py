@@ -18,8 +18,9 @@ FORMAT = re.compile(rf"\s*<think>{INSIDE}</think>\s*<answer>{INSIDE}</answer>\s*
 AGAIN = re.compile(r"(?im)(^|[.!?>]\s*|\bbut )wait\b|\b(however|let me \S*check)\b|不对|重新检查")
 
 # --- Where the answer stands ---
-# "#### 18", but neither the Markdown heading "#### Step 2" nor "#### 2. Add" nor "#### （2）计算"
-HASHES = re.compile(r"####(?!\s*\(?\d+[.)、]\s+[^\W\d_a-z])\s*((?:\\[a-z]+|[^\w\n]){0,20}\d[^\n]*)")
+# "#### 18", but no Markdown heading: "#### Step 2", "#### 2. **Add**", "#### （2）计算"
+HEADING = r"[ *_(（]*\d+[.:：)）、][^\w\n]*[^\W\d_a-z]"
+HASHES = re.compile(rf"(?<!#)####(?!#|{HEADING})\s*((?:\\[a-z]+|[^\w\n]){{0,20}}\d[^\n]*)")
 BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 REST = r"(?:(?![.!?](?:\s|$)).){0,200}"  # the rest of a sentence
 NUMERIC = rf"(?=.{{0,200}}\d)({REST}\d{REST})"  # looks for the digit first: REST is slow

@@ -73,11 +73,15 @@ LISTS = [  # none of their numbers may count
 ]  # fmt: skip
 UNDONE = ["3 * 4", "3 x 4", "3 × 4", "16 - 4", "8 + 4", "24/2", r"\frac{24}{2}", r"3 \times 4"]
 UNDONE += [r"3 \cdot 4", "15-3^1", "(3)(4)", "12 = 3 * 4", "12+John's age", "John's age + 12"]
+HEADINGS = ["#### 2. **Find", "#### **2. Find", "#### **2.** Find", "##### 2. Find", "#### 1: Find"]
+HEADINGS += ["#### 2、计算", "#### （2）计算"]
 UNTAGGED = {  # gold: a whole completion without (complete) tags
     "18": [
         "She sells 9 eggs.\nSo she makes 9 * 2 = $18 per day.", "So 9 * 2 is $18.",
         "9 * 2 = <<9*2=18>>18\n#### 18", "#### Step 2: 3 * 4 = 12\nThe answer is 18.",
         "#### 2. Add\nHence the total is 18", "#### (2) Add\nHence the total is 18",
+        *(f"{heading} the rest\n9 * 2 = 18\n\nThe answer is 18." for heading in HEADINGS),
+        "#### 18.\n\nThe 9 eggs cost 2 each.", "#### $18. The 9 eggs cost 2 each.",
         r"First \boxed{5}, then \boxed{18}. Check: 18 - 5 = 13.",
         "The answer is 18. Check: 9 + 9. I hope this answer is helpful.", "**Answer:** 18",
         "Final answer: $18<|im_end|>", "the answer is\n\n18", "A: 18", "- eggs: 9\n- 18 dollars",
