@@ -19,12 +19,14 @@ AGAIN = re.compile(r"(?im)(^|[.!?>]\s*|\bbut )wait\b|\b(however|let me \S*check)
 
 # --- Where the answer stands ---
 # "#### 18", but no Markdown heading: "#### Step 2", "#### 2. **Add**", "#### （2）计算"
-HEADING = r"[ *_(（]*\d+[.:：)）、][^\w\n]*[^\W\d_a-z]"
+HEADING = r"[ *_(（]*\d+[.:：)）、](?!\d)[^\w\n]*[^\W_a-z]"
 HASHES = re.compile(rf"(?<!#)####(?!#|{HEADING})\s*((?:\\[a-z]+|[^\w\n]){{0,20}}\d[^\n]*)")
 BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 REST = r"(?:(?![.!?](?:\s|$)).){0,200}"  # the rest of a sentence
 NUMERIC = rf"(?=.{{0,200}}\d)({REST}\d{REST})"  # looks for the digit first: REST is slow
-ANCHOR = re.compile(rf"(?im)(?:answer\b[^.:=\d]{{0,40}}?(?:\bis\b|:|=) ?:?|^A:)\s*{NUMERIC}")
+ANCHOR = re.compile(rf"(?im)(?:answer\b[^.:=\d]{{0,40}}?(?:\b(is)\b|:|=) ?:?|^A:)\s*{NUMERIC}")
+# After "Answer:" a reasoning may begin: "She sells 9 eggs. So ...", "9 * 2 = 18 a day. So ..."
+COMMITTED = re.compile(r"(?i)(?:\\[a-z]+|[a-z]\b|\W)*+\d[^=]*$")  # "18 dollars", "x = 18"
 # --- Which number it is ---
 UNITS = [  # of one dimension each
     r"decades?|years?|yrs?|months?|weeks?|days?|d|hours?|hrs?|h|minutes?|mins?|m|seconds?|secs?|s",
@@ -111,9 +113,16 @@ def final_answer(text):
     text = "\n".join(re.sub(*TWO_UNITS, x) for x in lines)  # here: "hrs." ends no sentence
     block = BLOCK.findall(text)[-1:]
     text = block[0] if block else text
-    marked = HASHES.findall(text) or BOXED.findall(text) or ANCHOR.findall(text) or block and [text]
+    marked = HASHES.findall(text) or BOXED.findall(text) or anchored(text) or block and [text]
     numeric = [s for s in re.split(r"[.!?](?=\s|$)|\n(?:\s*- )?", text) if re.search(r"\d", s)]
     return (marked or numeric or [""])[-1].strip(), bool(marked)
+
+
+def anchored(text):
+    """Returns what follows "The answer is" and "Answer:", without what begins a reasoning."""
+    digit, found = re.compile(r"\d"), ANCHOR.finditer(text)
+    ends = lambda m: m[1] or COMMITTED.match(m[2]) or not digit.search(text, m.end())
+    return [m[2] for m in found if ends(m)]
 
 
 def cleaned(text):

@@ -74,7 +74,7 @@ LISTS = [  # none of their numbers may count
 UNDONE = ["3 * 4", "3 x 4", "3 × 4", "16 - 4", "8 + 4", "24/2", r"\frac{24}{2}", r"3 \times 4"]
 UNDONE += [r"3 \cdot 4", "15-3^1", "(3)(4)", "12 = 3 * 4", "12+John's age", "John's age + 12"]
 HEADINGS = ["#### 2. **Find", "#### **2. Find", "#### **2.** Find", "##### 2. Find", "#### 1: Find"]
-HEADINGS += ["#### 2、计算", "#### （2）计算"]
+HEADINGS += ["#### 2. 9 * 2 is", "#### 2、计算", "#### （2）计算"]
 UNTAGGED = {  # gold: a whole completion without (complete) tags
     "18": [
         "She sells 9 eggs.\nSo she makes 9 * 2 = $18 per day.", "So 9 * 2 is $18.",
@@ -86,6 +86,11 @@ UNTAGGED = {  # gold: a whole completion without (complete) tags
         "The answer is 18. Check: 9 + 9. I hope this answer is helpful.", "**Answer:** 18",
         "Final answer: $18<|im_end|>", "the answer is\n\n18", "A: 18", "- eggs: 9\n- 18 dollars",
         "<think>9 * 2</think><answer>18",
+        "Answer: She sells 16 - 3 - 4 = 9 eggs.\nShe makes 9 * 2 = $18 every day.",
+        "A: 16 - 3 - 4 = 9 eggs are sold.\nShe makes 9 * 2 = $18 every day.",
+        "To find the answer, we need her eggs:\nShe has 9 eggs.\nThey cost $18.",
+        "Answer: x = 18. Check: 9 + 9 = 2 * 9", r"**Answer:** \(\frac{36}{2} = 18\)",
+        "The answer is that she makes $18. Check: 18 / 9 = 2", "Answer: 18 eggs\nThat is 9 twice",
     ],
     "4": ["12 apples were in 3 boxes. So 4 each."],
     "70000": ["#### 70,000"],
