@@ -104,7 +104,8 @@ def gold_number(gold):
 
 
 def final_answer(text):
-    """Returns the words that hold the answer, and whether the text marks them as its answer.
+    """Returns the words that hold the answer, and whether their first number is it: the text marks
+    them as its answer, or they are an equation.
 
     >>> final_answer("<answer>5</answer> no, <answer>6</answer>")
     ('6', True)
@@ -115,7 +116,8 @@ def final_answer(text):
     text = block[0] if block else text
     marked = HASHES.findall(text) or BOXED.findall(text) or anchored(text) or block and [text]
     numeric = [s for s in re.split(r"[.!?](?=\s|$)|\n(?:\s*- )?", text) if re.search(r"\d", s)]
-    return (marked or numeric or [""])[-1].strip(), bool(marked)
+    answer = (marked or numeric or [""])[-1].strip()
+    return answer, bool(marked) or "=" in answer  # "3 + 5 = 8 new limbs after 15 days"
 
 
 def anchored(text):
