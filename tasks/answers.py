@@ -24,7 +24,8 @@ HASHES = re.compile(rf"(?<!#)####(?!#|{HEADING})\s*((?:\\[a-z]+|[^\w\n]){{0,20}}
 BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 REST = r"(?:(?![.!?](?:\s|$)).){0,200}"  # the rest of a sentence
 NUMERIC = rf"(?=.{{0,200}}\d)({REST}\d{REST})"  # looks for the digit first: REST is slow
-ANCHOR = re.compile(rf"(?im)(?:answer\b[^.:=\d]{{0,40}}?(?:\b(is)\b|:|=) ?:?|^A:)\s*{NUMERIC}")
+BULLET = r"\**+[^\S\n]*+(?:\n\s*+(?:- +)?)?+"  # but "The answer is - 18" is negative
+ANCHOR = re.compile(rf"(?im)(?:answer\b[^.:=\d]{{0,40}}?(?:\b(is)\b|:|=) ?:?|^A:){BULLET}{NUMERIC}")
 # After "Answer:" a reasoning may begin: "She sells 9 eggs. So ...", "9 * 2 = 18 a day. So ..."
 COMMITTED = re.compile(r"(?i)(?:\\[a-z]+|[a-z]\b|\W)*+\d[^=]*$")  # "18 dollars", "x = 18"
 # --- Which number it is ---

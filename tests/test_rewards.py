@@ -90,6 +90,7 @@ UNTAGGED = {  # gold: a whole completion without (complete) tags
         "A: 16 - 3 - 4 = 9 eggs are sold.\nShe makes 9 * 2 = $18 every day.",
         "To find the answer, we need her eggs:\nShe has 9 eggs.\nThey cost $18.",
         "Answer: x = 18. Check: 9 + 9 = 2 * 9", r"**Answer:** \(\frac{36}{2} = 18\)",
+        "The final answer is:\n\n- $18 per day", "**Answer:**\n  - 18\n\n(9 eggs)",
         "The answer is that she makes $18. Check: 18 / 9 = 2", "Answer: 18 eggs\nThat is 9 twice",
     ],
     "8": ["It would grow 5 + 3 = <<5+3=8>>8 new limbs after 15 days."],
@@ -102,7 +103,7 @@ UNTAGGED = {  # gold: a whole completion without (complete) tags
     "0.5": [r"Thus \boxed{\frac{1}{2}} of 10."],
     "1/2": ["I paid 3 dollars. The answer is ½."],
     "6": ["The answer is 5. No, the answer is 6."],
-    "-7": ["It falls to -7"],
+    "-7": ["It falls to -7", "The answer is - 7"],
 }  # fmt: skip
 
 
@@ -206,7 +207,7 @@ def test_a_gold_answer_may_be_a_bare_number_and_must_be_a_number():
 HEAVY = [
     "9^9^9^9", "9^{9^{9^9}}", "9**9**9**9", "((9^9)^9)^9", "9" * 10_000, r"\sqrt{" * 500,
     "999999999!", r"10^{10^{10}}", r"\sum_{i=1}^{10^9} i", "(" * 10_000, "a" * 10_000,
-    "<answer>" * 1000, "<<" * 2000, "1 or " * 2000, "#### " * 1000, "answer: " * 1000, "\n" * 5000,
+    "<answer>" * 1000, "<<" * 2000, "1 or " * 2000, "#### " * 1000, "answer: " * 1000, "\n" * 5000, "Answer:\n- a " * 1000 + "1",
     "one " * 2500, "5 hours (and " * 999,
     r"\boxed{" * 1000, "<|im_end|> " * 1000 + "x", "1 " * 5000, "=" * 9000, "answer is " * 1000,
 ]  # fmt: skip
