@@ -52,12 +52,12 @@ BARE = rf"(?:h|hrs?|hours?|feet|foot|ft|m|lbs?|pounds?|dozens?){WHOLE}(?=[ -]*(?
 TWO_UNITS = rf"(?i){AMOUNT}(?:{'|'.join(PAIRS)}|{BARE}(?:[^\w\s]|$)))", "0, 0, "  # a list instead
 CLEAN = [(re.compile(pattern, re.DOTALL), to) for pattern, to in (
     (r"<<.*?>>", ""),  # GSM8K's calculator notes
-    ("\u2212", "-"),
+    ("[\u2212\u2013\u2014]", "-"),  # minus, en dash, em dash
     (r"\\(?:text|textbf|mathrm|mathbf|boxed)\s*\{([^{}]*)\}", r" \1 "),
     (r"(?<=\d)(?:\{,\}|\\[,!])(?=\d{3}(?!\d))", ","),  # 70{,}000 and 70\,000
     (r"\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)(\d))", r" \1\3/\2\4"),  # 2\frac{1}{2}
     (r"\\(?:left|right|quad)(?![a-z])|\\[,;:! ()\[\]]|[*_`#~]+|(?<=\w)\\?\$(?!\d)|\\(?=%)", " "),
-    (r"(?<!\w)\\?[$€£¥₩]\s*", ""),
+    (r"(?<!\w)(?:\\?[$€£¥₩]|(?<=-)(?:US\$|USD|EUR|GBP|INR|Rs\.?))\s*", ""),
     (r"(?i)(?<=\d) and (?:a|one) half\b", " 1/2"),
     (r"\((?!\s*(?:or|and|plus|&)\b)(?=[^()]*[^\W\d_])[^()]*\)", " "),  # an aside, "(from 3 boxes)"
     (r"(?i)(^\s*|[:=]\s*|\b(?:is|to|are)\s+)(?:minus|negative)\s+(?=[.\d])", r"\1-"),
