@@ -54,7 +54,7 @@ CLEAN = [(re.compile(pattern, re.DOTALL), to) for pattern, to in (
     (r"<<.*?>>", ""),  # GSM8K's calculator notes
     ("[\u2212\u2013\u2014]", "-"),  # minus, en dash, em dash
     (r"\\(?:text|textbf|mathrm|mathbf|boxed)\s*\{([^{}]*)\}", r" \1 "),
-    (r"(?<=\d)(?:\{,\}|\\[,!])(?=\d{3}(?!\d))", ","),  # 70{,}000 and 70\,000
+    (r"(?<=\d)(?:\{,\}|,?\\[,!])(?=\d{3}(?!\d))", ","),  # 70{,}000 and 70,\!000
     (r"\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)(\d))", r" \1\3/\2\4"),  # 2\frac{1}{2}
     (r"\\(?:left|right|quad)(?![a-z])|\\[,;:! ()\[\]]|[*_`#~]+|(?<=\w)\\?\$(?!\d)|\\(?=%)", " "),
     (r"(?<!\w)(?:\\?[$€£¥₩]|(?<=-)(?:US\$|USD|EUR|GBP|INR|Rs\.?))\s*", ""),
