@@ -59,6 +59,9 @@ CLEAN = [(re.compile(pattern, re.DOTALL), to) for pattern, to in (
     (r"\\(?:left|right|quad)(?![a-z])|\\[,;:! ()\[\]]|[*_`#~]+|(?<=\w)\\?\$(?!\d)|\\(?=%)", " "),
     (r"(?<!\w)(?:\\?[$€£¥₩]|(?<=-)(?:US\$|USD|EUR|GBP|INR|Rs\.?))\s*", ""),
     (r"(?i)(?<=\d) and (?:a|one) half\b", " 1/2"),
+    (r"(?i)(?<=\d) and (?:a|one) quarter\b", " 1/4"),
+    (r"(?i)(?<=\d) and three[ -]quarters\b", " 3/4"),
+    (r"(?<=\d) and (?=\d+/\d)", " "),
     (r"\((?!\s*(?:or|and|plus|&)\b)(?=[^()]*[^\W\d_])[^()]*\)", " "),  # an aside, "(from 3 boxes)"
     (r"(?i)(^\s*|[:=]\s*|\b(?:is|to|are)\s+)(?:minus|negative)\s+(?=[.\d])", r"\1-"),
     (r"(?<=[^\W\d_])(?:\s?\^\{?\d\}?|[⁻⁰¹²³⁴-⁹]+)", ""),  # the square of "18 cm^2"

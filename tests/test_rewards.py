@@ -33,7 +33,9 @@ RIGHT = {  # gold: what stands between the answer tags
     "1/2": ["0.5"],
     "0.5": ["1/2", ".5", r"\frac{1}{2}", r"$\frac12$"],
     "-0.5": [r"-\frac{1}{2}"],
-    "2.5": ["2 1/2", r"2\frac{1}{2}"],
+    "2.5": ["2 1/2", r"2\frac{1}{2}", "2 and 1/2", "2 and one half"],
+    "2.25": ["2 and a quarter", "2 and one quarter miles"],
+    "2.75": ["2 and three quarters", "2 and three-quarters"],
     "-2.5": ["-2 1/2"],
     "18000": ["1.8e4"],
     "7": ["3 + 4 = 7", "7 dollars", "7 dozen", "7千米", "7千克"],
@@ -53,6 +55,7 @@ RIGHT = {  # gold: what stands between the answer tags
 NOT_RIGHT = {  # gold: none of these has its value
     "18": ["", "\n", "十八"],
     "0": [""],
+    "2": ["2 and a quarter", "2 and three quarters", "2 and 1/2"],
     "3": ["three", "12 apples (from 3 boxes)", "12 apples from 3 boxes"],
     "70000": ["000", "70"],
     "7": ["-7", "- 7", "7.0000001", "x7", "7/0", "7^", r"\frac{7}{0}", "x7个", "第A7页"],
