@@ -62,6 +62,7 @@ CLEAN = [(re.compile(pattern, re.DOTALL), to) for pattern, to in (
     (r"(?i)(?<=\d) and (?:a|one) quarter\b", " 1/4"),
     (r"(?i)(?<=\d) and three[ -]quarters\b", " 3/4"),
     (r"(?<=\d) and (?=\d+/\d)", " "),
+    (r"^\(([^()]*)\)\W*$", r"\1"),
     (r"\((?!\s*(?:or|and|plus|&)\b)(?=[^()]*[^\W\d_])[^()]*\)", " "),  # an aside, "(from 3 boxes)"
     (r"(?i)(^\s*|[:=]\s*|\b(?:is|to|are)\s+)(?:minus|negative)\s+(?=[.\d])", r"\1-"),
     (r"(?<=[^\W\d_])(?:\s?\^\{?\d\}?|[⁻⁰¹²³⁴-⁹]+)", ""),  # the square of "18 cm^2"

@@ -21,6 +21,7 @@ RIGHT = {  # gold: what stands between the answer tags
         "18", " 18.\n", "**18**", r"\boxed{18}", r"\(18\)", r"\left(18\right)", r"\[ 18 \]",
         r"18 \text{ dollars}", "16-3-4=9\n9*2=18", "9*2=<<9*2=18>>18", "18 cm^2",
         "She makes $18 per day.", "The answer is 18.", "#### 18", "18 (20 minus 2)",
+        "(18 dollars)", r"\boxed{\left(18\text{ cm}\right)}",
     ],
     "70000": ["70,000", "70{,}000", r"70\,000", r"70,\!000"],
     "70,000": ["70000"],
