@@ -23,11 +23,12 @@ HEADING = r"[ *_(（]*\d+[.:：)）、](?!\d)[^\w\n]*[^\W_a-z]"
 HASHES = re.compile(rf"(?<!#)####(?!#|{HEADING})\s*((?:\\[a-z]+|[^\w\n]){{0,20}}\d[^\n]*)")
 BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 REST = r"(?:(?![.!?](?:\s|$)).){0,200}"  # the rest of a sentence
-NUMERIC = rf"(?=.{{0,200}}\d)({REST}\d{REST})"  # looks for the digit first: REST is slow
+NUMERIC = rf"(?=.{{0,200}}\d)({REST}\d{REST}(?:[.!?]?\n\n)?)"  # the digit first: REST is slow
 BULLET = r"\**+[^\S\n]*+(?:\n\s*+(?:- +)?)?+"  # but "The answer is - 18" is negative
 ANCHOR = re.compile(rf"(?im)(?:answer\b[^.:=\d]{{0,40}}?(?:\b(is)\b|:|=) ?:?|^A:){BULLET}{NUMERIC}")
-# After "Answer:" a reasoning may begin: "She sells 9 eggs. So ...", "9 * 2 = 18 a day. So ..."
-COMMITTED = re.compile(r"(?i)(?:\\[a-z]+|[a-z]\b|\W)*+\d[^=]*$")  # "18 dollars", "x = 18"
+# After "Answer:" a reasoning may begin: "She sells 9 eggs. So ...", "9 * 2 = 18 a day. So ...". It
+# does not if a number comes first ("18 dollars", "x = 18"), or if a sentence is the whole paragraph
+COMMITTED = re.compile(r"(?i)(?:\\[a-z]+|[a-z]\b|\W)*+\d[^=]*$|[^=]*\n\n")
 # --- Which number it is ---
 UNITS = [  # of one dimension each
     r"decades?|years?|yrs?|months?|weeks?|days?|d|hours?|hrs?|h|minutes?|mins?|m|seconds?|secs?|s",

@@ -96,6 +96,7 @@ UNTAGGED = {  # gold: a whole completion without (complete) tags
         "Answer: x = 18. Check: 9 + 9 = 2 * 9", r"**Answer:** \(\frac{36}{2} = 18\)",
         "The final answer is:\n\n- $18 per day", "**Answer:**\n  - 18\n\n(9 eggs)",
         "The answer is that she makes $18. Check: 18 / 9 = 2", "Answer: 18 eggs\nThat is 9 twice",
+        "A: She makes 18 dollars.\n\nQ: Tom has 5 apples.",
     ],
     "8": ["It would grow 5 + 3 = <<5+3=8>>8 new limbs after 15 days."],
     "4": ["12 apples were in 3 boxes. So 4 each."],
