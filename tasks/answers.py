@@ -121,7 +121,7 @@ def final_answer(text):
     block = BLOCK.findall(text)[-1:]
     text = block[0] if block else text
     marked = HASHES.findall(text) or BOXED.findall(text) or anchored(text) or block and [text]
-    numeric = [s for s in re.split(r"[.!?](?=\s|$)|\n(?:\s*- )?", text) if re.search(r"\d", s)]
+    numeric = [s for s in re.split(rf"[.!?](?=\s|$)|\n(?:{SPACE}- )?", text) if re.search(r"\d", s)]
     answer = (marked or numeric or [""])[-1].strip()
     return answer, bool(marked) or "=" in answer  # "3 + 5 = 8 new limbs after 15 days"
 
