@@ -165,9 +165,11 @@ def report(c, models, results, out):
     tables = {kind: scores.columns([found[kind] for _, found in results], *names) for kind in first}
     for kind, columns in tables.items():
         print("", *scores.table(kind, models, columns), sep="\n")
+    parts = [Path(m).resolve().parts[-2:] if Path(m).is_dir() else m.split("/") for m in models]
+    folders = ["--".join(names) for names in parts]
     for i, (model, (_, found)) in enumerate(zip(models, results, strict=True)):
-        parts = Path(model).resolve().parts[-2:] if Path(model).is_dir() else model.split("/")
-        path = Path(out, "--".join(parts), f"{Path(c.TASK).stem}-{c.EVAL_SPLIT}.json")
+        folder = folders[i] + f"--{i + 1}" * (folders.count(folders[i]) > 1)
+        path = Path(out, folder, f"{Path(c.TASK).stem}-{c.EVAL_SPLIT}.json")
         path.parent.mkdir(parents=True, exist_ok=True)
         numbers = {"model": model} | {kind: columns[i] for kind, columns in tables.items()}
         path.write_text(json.dumps(numbers, indent=1) + "\n")

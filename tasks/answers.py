@@ -18,12 +18,17 @@ FORMAT = re.compile(rf"\s*<think>{INSIDE}</think>\s*<answer>{INSIDE}</answer>\s*
 AGAIN = re.compile(r"(?im)(^|[.!?>]\s*|\bbut )wait\b|\b(however|let me \S*check)\b|不对|重新检查")
 
 # --- Where the answer stands ---
-# "#### 18", but neither the Markdown heading "#### Step 2" nor "#### 2. Add" nor "#### （2）计算"
-HASHES = re.compile(r"####(?!\s*\(?\d+[.)、]\s+[^\W\d_a-z])\s*((?:\\[a-z]+|[^\w\n]){0,20}\d[^\n]*)")
+# "#### 18", but no Markdown heading: "#### Step 2", "#### 2. **Add**", "#### （2）计算"
+HEADING = r"[ *_(（]*\d+[.:：)）、](?!\d)[^\w\n]*[^\W_a-z]"
+HASHES = re.compile(rf"(?<!#)####(?!#|{HEADING})\s*((?:\\[a-z]+|[^\w\n]){{0,20}}\d[^\n]*)")
 BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 REST = r"(?:(?![.!?](?:\s|$)).){0,200}"  # the rest of a sentence
-NUMERIC = rf"(?=.{{0,200}}\d)({REST}\d{REST})"  # looks for the digit first: REST is slow
-ANCHOR = re.compile(rf"(?im)(?:answer\b[^.:=\d]{{0,40}}?(?:\bis\b|:|=) ?:?|^A:)\s*{NUMERIC}")
+NUMERIC = rf"(?=.{{0,200}}\d)({REST}\d{REST}(?:[.!?]?\n\n)?)"  # the digit first: REST is slow
+BULLET = r"\**+[^\S\n]*+(?:\n\s*+(?:- +)?)?+"  # but "The answer is - 18" is negative
+ANCHOR = re.compile(rf"(?im)(?:answer\b[^.:=\d]{{0,40}}?(?:\b(is)\b|:|=) ?:?|^A:){BULLET}{NUMERIC}")
+# After "Answer:" a reasoning may begin: "She sells 9 eggs. So ...", "9 * 2 = 18 a day. So ...". It
+# does not if a number comes first ("18 dollars", "x = 18"), or if a sentence is the whole paragraph
+COMMITTED = re.compile(r"(?i)(?:\\[a-z]+|[a-z]\b|\W)*+\d[^=]*$|[^=]*\n\n")
 # --- Which number it is ---
 UNITS = [  # of one dimension each
     r"decades?|years?|yrs?|months?|weeks?|days?|d|hours?|hrs?|h|minutes?|mins?|m|seconds?|secs?|s",
@@ -48,13 +53,17 @@ BARE = rf"(?:h|hrs?|hours?|feet|foot|ft|m|lbs?|pounds?|dozens?){WHOLE}(?=[ -]*(?
 TWO_UNITS = rf"(?i){AMOUNT}(?:{'|'.join(PAIRS)}|{BARE}(?:[^\w\s]|$)))", "0, 0, "  # a list instead
 CLEAN = [(re.compile(pattern, re.DOTALL), to) for pattern, to in (
     (r"<<.*?>>", ""),  # GSM8K's calculator notes
-    ("\u2212", "-"),
+    ("[\u2212\u2013\u2014]", "-"),  # minus, en dash, em dash
     (r"\\(?:text|textbf|mathrm|mathbf|boxed)\s*\{([^{}]*)\}", r" \1 "),
-    (r"(?<=\d)(?:\{,\}|\\[,!])(?=\d{3}(?!\d))", ","),  # 70{,}000 and 70\,000
+    (r"(?<=\d)(?:\{,\}|,?\\[,!])(?=\d{3}(?!\d))", ","),  # 70{,}000 and 70,\!000
     (r"\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)(\d))", r" \1\3/\2\4"),  # 2\frac{1}{2}
     (r"\\(?:left|right|quad)(?![a-z])|\\[,;:! ()\[\]]|[*_`#~]+|(?<=\w)\\?\$(?!\d)|\\(?=%)", " "),
-    (r"(?<!\w)\\?[$€£¥₩]\s*", ""),
+    (r"(?<!\w)(?:\\?[$€£¥₩]|(?<=-)(?:US\$|USD|EUR|GBP|INR|Rs\.?))\s*", ""),
     (r"(?i)(?<=\d) and (?:a|one) half\b", " 1/2"),
+    (r"(?i)(?<=\d) and (?:a|one) quarter\b", " 1/4"),
+    (r"(?i)(?<=\d) and three[ -]quarters\b", " 3/4"),
+    (r"(?<=\d) and (?=\d+/\d)", " "),
+    (r"^\(([^()]*)\)\W*$", r"\1"),
     (r"\((?!\s*(?:or|and|plus|&)\b)(?=[^()]*[^\W\d_])[^()]*\)", " "),  # an aside, "(from 3 boxes)"
     (r"(?i)(^\s*|[:=]\s*|\b(?:is|to|are)\s+)(?:minus|negative)\s+(?=[.\d])", r"\1-"),
     (r"(?<=[^\W\d_])(?:\s?\^\{?\d\}?|[⁻⁰¹²³⁴-⁹]+)", ""),  # the square of "18 cm^2"
@@ -101,7 +110,8 @@ def gold_number(gold):
 
 
 def final_answer(text):
-    """Returns the words that hold the answer, and whether the text marks them as its answer.
+    """Returns the words that hold the answer, and whether their first number is it: the text marks
+    them as its answer, or they are an equation.
 
     >>> final_answer("<answer>5</answer> no, <answer>6</answer>")
     ('6', True)
@@ -110,9 +120,17 @@ def final_answer(text):
     text = "\n".join(re.sub(*TWO_UNITS, x) for x in lines)  # here: "hrs." ends no sentence
     block = BLOCK.findall(text)[-1:]
     text = block[0] if block else text
-    marked = HASHES.findall(text) or BOXED.findall(text) or ANCHOR.findall(text) or block and [text]
-    numeric = [s for s in re.split(r"[.!?](?=\s|$)|\n(?:\s*- )?", text) if re.search(r"\d", s)]
-    return (marked or numeric or [""])[-1].strip(), bool(marked)
+    marked = HASHES.findall(text) or BOXED.findall(text) or anchored(text) or block and [text]
+    numeric = [s for s in re.split(rf"[.!?](?=\s|$)|\n(?:{SPACE}- )?", text) if re.search(r"\d", s)]
+    answer = (marked or numeric or [""])[-1].strip()
+    return answer, bool(marked) or "=" in answer  # "3 + 5 = 8 new limbs after 15 days"
+
+
+def anchored(text):
+    """Returns what follows "The answer is" and "Answer:", without what begins a reasoning."""
+    digit, found = re.compile(r"\d"), ANCHOR.finditer(text)
+    ends = lambda m: m[1] or COMMITTED.match(m[2]) or not digit.search(text, m.end())
+    return [m[2] for m in found if ends(m)]
 
 
 def cleaned(text):

@@ -12,19 +12,19 @@ import shutil
 import subprocess
 
 # The shell starts the program, and a guard that waits for the end of the pipe $1: then it kills the
-# whole process group. `read` is a shell builtin, so the guard is one process. 9 keeps the standard
-# input, which a shell takes from what it starts with &
+# whole process group, also what the program has left in the background. `read` is a shell builtin,
+# so the guard is one process. 9 keeps the standard input, which a shell takes from what it starts
+# with &; the guard closes it, as it may outlive the program, whose input must then be broken
 GUARD = """exec 8< "/dev/fd/$1" 9<&0; shift
 "$@" <&9 8<&- 9<&- & program=$!
-{ read -r _ <&8; kill -KILL 0; } > /dev/null 2>&1 & guard=$!
-wait $program; code=$?
-kill -KILL $guard; exit $code"""
+{ read -r _ <&8; kill -KILL 0; } 9<&- > /dev/null 2>&1 &
+wait $program"""
 
 
 class Program(subprocess.Popen):
     """A subprocess.Popen of `command`, a list, in a new process group, to which signals go.
-    It ends with this process, with `with`, or by kill(). A signal that ends it gives the exit
-    status 128 + its number. Raises FileNotFoundError if there is no such program."""
+    All of the group ends with this process, with `with`, or by kill(). A signal that ends it gives
+    the exit status 128 + its number. Raises FileNotFoundError if there is no such program."""
 
     def __init__(self, command, **options):
         if not shutil.which(command[0]):

@@ -97,6 +97,14 @@ def test_before_and_after_side_by_side_an_adapter_too(tiny, model, tmp_path, mon
     assert row.count("[") == 2 and "  -  " in row
 
 
+def test_models_whose_paths_end_alike_have_a_folder_each(model, monkeypatch):
+    other = shutil.copytree(model, Path("other/run/step_000003"))
+    run(monkeypatch, model, other, "even", "--out", "out")
+    for number, path in enumerate((model, other), start=1):
+        folder = Path("out", f"{OURS.name}--{number}")
+        assert json.loads((folder / "even-test.json").read_text())["model"] == str(path)
+
+
 def test_a_merged_or_copied_model_keeps_the_constants_of_its_run(tiny, model, tmp_path, capsys):
     (folder := tmp_path / "adapter").mkdir()
     tiny_policy(tiny, drift=0.1, lora_rank=4).save(folder)

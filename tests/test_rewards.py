@@ -21,19 +21,22 @@ RIGHT = {  # gold: what stands between the answer tags
         "18", " 18.\n", "**18**", r"\boxed{18}", r"\(18\)", r"\left(18\right)", r"\[ 18 \]",
         r"18 \text{ dollars}", "16-3-4=9\n9*2=18", "9*2=<<9*2=18>>18", "18 cm^2",
         "She makes $18 per day.", "The answer is 18.", "#### 18", "18 (20 minus 2)",
+        "(18 dollars)", r"\boxed{\left(18\text{ cm}\right)}",
     ],
-    "70000": ["70,000", "70{,}000", r"70\,000"],
+    "70000": ["70,000", "70{,}000", r"70\,000", r"70,\!000"],
     "70,000": ["70000"],
     "1234567": ["$1,234,567"],
-    "-7": ["-7", "\u22127", "- 7", "(-7)", "minus 7", "Negative $7"],
+    "-7": ["-7", "\u22127", "- 7", "(-7)", "minus 7", "Negative $7", "–7", "—7", "-Rs.7"],
     "5": ["$5", r"\$5", "5€", "US$5", "5.00", "x = 5"],
-    "-5": ["-$5", "$-5", "\u2212$5"],
+    "-5": ["-$5", "-USD 5", "-US$5", "$-5", "\u2212$5"],
     "5.00": ["5"],
     "50": ["50%", r"50\%"],
     "1/2": ["0.5"],
     "0.5": ["1/2", ".5", r"\frac{1}{2}", r"$\frac12$"],
     "-0.5": [r"-\frac{1}{2}"],
-    "2.5": ["2 1/2", r"2\frac{1}{2}"],
+    "2.5": ["2 1/2", r"2\frac{1}{2}", "2 and 1/2", "2 and one half"],
+    "2.25": ["2 and a quarter", "2 and one quarter miles"],
+    "2.75": ["2 and three quarters", "2 and three-quarters"],
     "-2.5": ["-2 1/2"],
     "18000": ["1.8e4"],
     "7": ["3 + 4 = 7", "7 dollars", "7 dozen", "7千米", "7千克"],
@@ -53,6 +56,7 @@ RIGHT = {  # gold: what stands between the answer tags
 NOT_RIGHT = {  # gold: none of these has its value
     "18": ["", "\n", "十八"],
     "0": [""],
+    "2": ["2 and a quarter", "2 and three quarters", "2 and 1/2"],
     "3": ["three", "12 apples (from 3 boxes)", "12 apples from 3 boxes"],
     "70000": ["000", "70"],
     "7": ["-7", "- 7", "7.0000001", "x7", "7/0", "7^", r"\frac{7}{0}", "x7个", "第A7页"],
@@ -65,7 +69,7 @@ NOT_RIGHT = {  # gold: none of these has its value
     "5": ["5 million", "5k", "5bn", "5万", "5½", "5²", "5₂", "5 thousandths", "5千2百"],
 }  # fmt: skip
 LISTS = [  # none of their numbers may count
-    "5 or 6", "5 (or 6)", "5, 6", "5; 6", "5/6/7", "5-6", "5 to 6", "5\n6", "5 and 6",
+    "5 or 6", "5 (or 6)", "5, 6", "5; 6", "5/6/7", "5-6", "5–6", "5 to 6", "5\n6", "5 and 6",
     "either 5 or 6", "5, maybe 6", "5 possibly 6", "5 apples or 6 apples", "between 5 and 6",
     "the answer is 5 or 6", r"\boxed{5 \text{ or } 6}", r"\{5, 6\}", r"5 \text{ or } 6",
     "x = 5 or x = 6", r"x=5 \vee x=6", "1 2 3 4 5 6 7", "5 | 6", "5、6、7", "5，6", "5～6", "5或6",
@@ -73,16 +77,28 @@ LISTS = [  # none of their numbers may count
 ]  # fmt: skip
 UNDONE = ["3 * 4", "3 x 4", "3 × 4", "16 - 4", "8 + 4", "24/2", r"\frac{24}{2}", r"3 \times 4"]
 UNDONE += [r"3 \cdot 4", "15-3^1", "(3)(4)", "12 = 3 * 4", "12+John's age", "John's age + 12"]
+HEADINGS = ["#### 2. **Find", "#### **2. Find", "#### **2.** Find", "##### 2. Find", "#### 1: Find"]
+HEADINGS += ["#### 2. 9 * 2 is", "#### 2、计算", "#### （2）计算"]
 UNTAGGED = {  # gold: a whole completion without (complete) tags
     "18": [
         "She sells 9 eggs.\nSo she makes 9 * 2 = $18 per day.", "So 9 * 2 is $18.",
         "9 * 2 = <<9*2=18>>18\n#### 18", "#### Step 2: 3 * 4 = 12\nThe answer is 18.",
         "#### 2. Add\nHence the total is 18", "#### (2) Add\nHence the total is 18",
+        *(f"{heading} the rest\n9 * 2 = 18\n\nThe answer is 18." for heading in HEADINGS),
+        "#### 18.\n\nThe 9 eggs cost 2 each.", "#### $18. The 9 eggs cost 2 each.",
         r"First \boxed{5}, then \boxed{18}. Check: 18 - 5 = 13.",
         "The answer is 18. Check: 9 + 9. I hope this answer is helpful.", "**Answer:** 18",
         "Final answer: $18<|im_end|>", "the answer is\n\n18", "A: 18", "- eggs: 9\n- 18 dollars",
         "<think>9 * 2</think><answer>18",
+        "Answer: She sells 16 - 3 - 4 = 9 eggs.\nShe makes 9 * 2 = $18 every day.",
+        "A: 16 - 3 - 4 = 9 eggs are sold.\nShe makes 9 * 2 = $18 every day.",
+        "To find the answer, we need her eggs:\nShe has 9 eggs.\nThey cost $18.",
+        "Answer: x = 18. Check: 9 + 9 = 2 * 9", r"**Answer:** \(\frac{36}{2} = 18\)",
+        "The final answer is:\n\n- $18 per day", "**Answer:**\n  - 18\n\n(9 eggs)",
+        "The answer is that she makes $18. Check: 18 / 9 = 2", "Answer: 18 eggs\nThat is 9 twice",
+        "A: She makes 18 dollars.\n\nQ: Tom has 5 apples.",
     ],
+    "8": ["It would grow 5 + 3 = <<5+3=8>>8 new limbs after 15 days."],
     "4": ["12 apples were in 3 boxes. So 4 each."],
     "70000": ["#### 70,000"],
     "12": [
@@ -92,7 +108,7 @@ UNTAGGED = {  # gold: a whole completion without (complete) tags
     "0.5": [r"Thus \boxed{\frac{1}{2}} of 10."],
     "1/2": ["I paid 3 dollars. The answer is ½."],
     "6": ["The answer is 5. No, the answer is 6."],
-    "-7": ["It falls to -7"],
+    "-7": ["It falls to -7", "The answer is - 7"],
 }  # fmt: skip
 
 
@@ -196,8 +212,8 @@ def test_a_gold_answer_may_be_a_bare_number_and_must_be_a_number():
 HEAVY = [
     "9^9^9^9", "9^{9^{9^9}}", "9**9**9**9", "((9^9)^9)^9", "9" * 10_000, r"\sqrt{" * 500,
     "999999999!", r"10^{10^{10}}", r"\sum_{i=1}^{10^9} i", "(" * 10_000, "a" * 10_000,
-    "<answer>" * 1000, "<<" * 2000, "1 or " * 2000, "#### " * 1000, "answer: " * 1000, "\n" * 5000,
-    "one " * 2500, "5 hours (and " * 999,
+    "<answer>" * 1000, "<<" * 2000, "1 or " * 2000, "#### " * 1000, "answer: " * 1000, "\n" * 30000,
+    "one " * 2500, "Answer:\n- a " * 999 + "1", "5 hours (and " * 999,
     r"\boxed{" * 1000, "<|im_end|> " * 1000 + "x", "1 " * 5000, "=" * 9000, "answer is " * 1000,
 ]  # fmt: skip
 

@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -81,9 +82,16 @@ def merge_into(model, folder):
             if ".lora_" in name:
                 parameter.data = parameter.data.to(model.dtype)  # as it was trained
         return
-    for layer in adapted.modules():
+    uses = Counter(id(x) for _, x in model.named_parameters(remove_duplicate=False))
+    for name, layer in adapted.named_modules():
         if isinstance(layer, BaseTunerLayer):
             weight = layer.get_base_layer().weight
+            if uses[id(weight)] > 1:  # the sum would change the other layer, too
+                raise SystemExit(
+                    f"the adapter {folder} can't be merged: the base ties the weight of {name} to "
+                    f"another layer. Train it without this layer in target_modules ({CONFIG}), or "
+                    "on a base with tie_word_embeddings = False"
+                )
             dtype, weight.data = weight.dtype, weight.data.float()
             layer.merge()  # PEFT loads adapters in float32
             weight.data = rounded_to(dtype, weight.data)

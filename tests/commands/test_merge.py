@@ -105,6 +105,17 @@ def test_what_can_not_be_merged_is_refused_with_a_reason(tiny, tmp_path, adapter
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("layer", ["lm_head", "embed_tokens"])
+def test_an_adapter_of_a_tied_weight_is_refused(tiny, tmp_path, layer):
+    """Its sum changed the embedding and the LM head, of which the adapter changes one."""
+    from peft import LoraConfig, get_peft_model
+
+    base = AutoModelForCausalLM.from_pretrained(tiny)
+    get_peft_model(base, LoraConfig(target_modules=[layer])).save_pretrained(tmp_path / "theirs")
+    with pytest.raises(SystemExit, match=f"ties the weight of .*{layer} .*tie_word_embeddings"):
+        merge(str(tmp_path / "theirs"), str(tmp_path / "out"))
+
+
 def test_a_base_with_a_relative_path_is_looked_for_here_and_its_file_is_named(
     tiny, tmp_path, monkeypatch, adapter
 ):

@@ -223,6 +223,16 @@ def test_programs_end_with_the_process_that_started_them():
     assert wait_for(lambda: sleeping(seconds) == 0)
 
 
+def test_what_a_program_leaves_in_the_background_ends_with_it():
+    seconds = f"985.{os.getpid()}"
+    command = ["sh", "-c", f"sleep {seconds} &"]
+    with Program(command, stdin=subprocess.PIPE, bufsize=0) as program:
+        assert program.wait() == 0 and wait_for(lambda: sleeping(seconds) == 1)
+        with pytest.raises(BrokenPipeError):  # nobody keeps the input of a program that ended
+            program.stdin.write(b"a")
+    assert wait_for(lambda: sleeping(seconds) == 0)
+
+
 def wait_for(holds, seconds=120):
     end = time.monotonic() + seconds
     while not (held := holds()) and time.monotonic() < end:
