@@ -1,5 +1,6 @@
 """What the tests share: one thread, no network, and a tiny model in Hugging Face format."""
 
+import gc
 import os
 import sys
 import time
@@ -17,6 +18,17 @@ torch.set_num_threads(1)
 # so that their asserts, too, show the values
 HELPERS = "documents fakes families helpers oracle rank_threads trainer_side"
 pytest.register_assert_rewrite(*HELPERS.split())
+
+
+def pytest_collection_finish():
+    """Leaves the imported libraries out of the collections that `measured` and others make, each
+    half a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # or extensions report leaks as Python ends
 
 
 @pytest.fixture(autouse=True)
@@ -56,10 +68,8 @@ def model_of():
 @pytest.fixture
 def no_pause(monkeypatch):
     """Of waits alone: other threads sleep, too."""
-    from grpo import stop as stop_module
-
     fake = SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic)
-    monkeypatch.setattr(stop_module, "time", fake)
+    monkeypatch.setattr("grpo.waits.time", fake)
 
 
 @pytest.fixture

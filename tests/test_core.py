@@ -45,6 +45,8 @@ threading.settrace(trace)
 sys.settrace(trace)
 import grpo_ref_split as trainer
 from grpo.constants import read_preset
+from tasks import arithmetic
+arithmetic.SIZES = {"train": 64, "validation": 8, "test": 8}
 given = {k: v for k, v in read_preset("presets/demo.py").items() if k in trainer.DEFAULTS}
 given |= {"MODEL": sys.argv[1], "RUN_DIR": sys.argv[2], "REF_SERVER": None, "EVAL_STEPS": 1}
 given |= {"PROMPTS_PER_STEP": 2, "SAVE_STEPS": 1, "EVAL_QUESTIONS": 2, "SKIP_FLAT_GROUPS": False}

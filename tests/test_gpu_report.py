@@ -95,9 +95,9 @@ SMALLEST = {
     "sums_float32": {"STEPS": 1, "MAX_PROMPT_TOKENS": 200, **FEW},
     **{name: {"STEPS": 1} for name in gpu_parts.STEPS},
 }
-LONG = {"demo", "resumed", "sums_float32", "auto", "ranks"}
-# they differ from sums_float32 and lora in a constant
-SAME = {"sums_bfloat16", "offload", "full"}
+LONG = {"demo", "resumed", "sums_float32", "ranks"}
+# they differ from sums_float32, lora and, on a CPU, sampling in a constant
+SAME = {"sums_bfloat16", "offload", "full", "auto", "decoders"}
 PARTS = [
     pytest.param(name, marks=[pytest.mark.long] * (name in LONG))
     for name in gpu_report.PARTS

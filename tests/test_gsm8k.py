@@ -88,7 +88,7 @@ def test_every_gold_solution_of_gsm8k_is_right_and_its_neighbour_wrong(monkeypat
     right = {"correctness": CORRECT, "format": FORMATTED}
     for item in items:
         assert rewards(item, item["answer"])["correctness"] == CORRECT, item
-    for item in items[::5]:
+    for item in items[::50]:
         gold = item["answer"].rsplit("####", 1)[1].strip()
         other = int(gold.replace(",", "")) + 1
         tagged = {n: f"<think>a</think>\n<answer>{n}</answer>" for n in (gold, other)}

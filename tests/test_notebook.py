@@ -28,7 +28,10 @@ def test_its_cells_run(tmp_path, monkeypatch):
             (tmp_path / path.name).symlink_to(path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     text = json.dumps(NOTEBOOK | {"cells": [cell for cell in CODE if not on_gpu(cell)]})
-    short = {"STEPS=50": "STEPS=2", "} demo.py": "} demo.py STEPS=4 WARM_STEPS=20"}
+    short = {
+        "STEPS=50": "STEPS=2 EVAL_QUESTIONS=8 PROMPTS_PER_STEP=2",
+        "} demo.py": "} demo.py STEPS=4 WARM_STEPS=20",
+    }
     for long, words in short.items():
         text = text.replace(long, words)
     notebook = nbformat.reads(text, as_version=4)

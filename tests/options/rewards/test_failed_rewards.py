@@ -112,7 +112,7 @@ def test_async_rewards_of_all_completions_wait_together():
     assert [r["correctness"] for g in groups for r in rewards_of(g)] == [1.0, 0.0] * 8
 
 
-def test_what_an_async_reward_may_not_do_ends_the_run(no_pause):
+def test_what_an_async_reward_may_not_do_ends_the_run():
     async def leaves(item, text):
         raise SystemExit("bye")
 
