@@ -108,6 +108,7 @@ class Tools:
         self.calls = self.failed = 0
 
     def reply(self, turn):
+        turn = turn.rpartition("</think>")[2]  # a call in the thoughts is none
         calls = CALL.findall(turn) if self.left else []
         content = "\n".join(self.answer(*call) for call in calls)
         return {"role": self.role, "content": content} if calls else None

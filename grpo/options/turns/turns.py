@@ -231,7 +231,7 @@ class Conversations:
         while True:
             self.hear()
             room = self.most - self.running >= self.group_size
-            if self.ready:
+            if self.ready and self.running < self.most:
                 chat = self.ready.popleft()
                 self.running += 1
                 ids, limit = chat.prompt.ids + chat.ids, self.limit - len(chat.ids)
@@ -253,7 +253,8 @@ class Conversations:
         """Waits until an environment has answered, or has taken too long."""
         with announced(f"{len(self.asked)} replies of {task_file(self.recipe.c.TASK)}"):
             answers = [answer for _, answer, *_ in self.asked]
-            wait(answers, max(0, self.left(self.asked[0][2])), FIRST_COMPLETED)
+            oldest = min(when for _, _, when, _ in self.asked)
+            wait(answers, max(0, self.left(oldest)), FIRST_COMPLETED)
 
     def take(self, begun, turn):
         """Adds a sampled turn to its conversation, and asks its environment for the reply. Of a

@@ -138,6 +138,8 @@ def fail(a: int) -> int:
     (call(arguments='{"a": 2}'), "3"),
     (call() + " and " + call(arguments='{"a": 7}'), "5\n8"),
     ("five", None),
+    ("<think>Use <tool_call>?</think>" + call(), "5"),
+    ("<think>" + call() + ", or not</think>five", None),
     ("<tool_call>{'name': 1}</tool_call>", "error: a call is not valid (JSONDecodeError: "),
     ("<tool_call>5</tool_call>", "error: a call is not valid (TypeError: "),
     ("<tool_call>" + "[" * 100_000 + "</tool_call>", "error: a call is not valid (RecursionError"),

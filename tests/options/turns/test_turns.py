@@ -235,6 +235,15 @@ def test_a_slow_reply_leaves_its_place_to_others(tokenizer):
     assert actor.most == 1 and len(groups) == 6
 
 
+def test_a_full_batch_begins_no_turn():
+    """Also if a reply arrives while a prompt is fetched: vLLM's loop would ask for -1 prompts."""
+    chats = turns.Conversations(None, SimpleNamespace(failures=None), iter(()), 2, 2, 8)
+    chats.ready.append(chat := SimpleNamespace(prompt=SimpleNamespace(ids=[5]), ids=[]))
+    for running, expected in ((2, None), (1, (chat,))):
+        chats.running = running
+        assert getattr(next(chats.begin()), "key", None) == expected
+
+
 def test_quick_replies_come_in_order(tokenizer, monkeypatch):
     """So that a run repeats by its seed: the order decides which numbers a turn is drawn with."""
     monkeypatch.setattr(turns, "QUICK_SECONDS", 60)  # these replies, also on busy cores
