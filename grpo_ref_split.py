@@ -15,7 +15,7 @@ algorithm 1 and names its lines (docs/loss.md); the paper's step is a rollout he
   - Every mean is taken over the whole step, all ranks and micro-batches, never over a micro-batch.
   - We do not copy the old policy (line 6). The first update on a rollout uses its own log-probs as
     old log-probs, so the ratio is exactly 1. If a worker sampled any group, it uses the sampler's.
-  - Groups that are all right or all wrong ("flat") are skipped (SKIP_FLAT_GROUPS, MAX_REFILLS;
+  - Groups that are all right or all wrong ("flat") are skipped (SKIP_FLAT_GROUPS;
     DAPO, 2503.14476, sec. 3.2). They say nothing about correctness, only about other rewards.
 
 Symbols: G completions per prompt, P prompt tokens, T completion tokens, B sequences (a prompt and
@@ -58,7 +58,6 @@ OVERLONG_TOKENS = 0  # in the last N tokens before the limit, rewards fall by up
 # Skips flat groups, whose completions all have the same OUTCOME ("outcome") or the same total
 # reward ("reward"). False: trains on every group.
 SKIP_FLAT_GROUPS = "outcome"
-MAX_REFILLS = 0  # replaces flat groups by at most N times PROMPTS_PER_STEP groups; 0: by none
 CHAT_TEMPLATE = {}  # options of the model's chat template, such as {"enable_thinking": False}
 OUTCOME = None  # name of the reward that decides correctness: above 0 is correct; None: the task's
 REWARD_WEIGHTS = None  # {reward: weight} (reward_weights); None: the task's; {}: only the KL trains
@@ -161,9 +160,8 @@ def sample_rollout(run):
     metrics: {name: mean over the sampled groups};
     sampled: every group of this rank, including workers' groups and flat ones.
 
-    Workers' groups are taken first; ranks sample what is missing. The share of flat groups in
-    recent steps decides how many groups a round starts. Started groups are always finished
-    and used. Stopping at the first PROMPTS_PER_STEP would favor short completions.
+    Workers' groups are taken first; ranks sample what is missing. Each group that was started is
+    finished and used: to stop when enough are complete would favor short completions.
     """
     c, p, clock, counts, sampled = run.c, run.progress, run.clock, Counter(), []
     with clock.part("wait"), ranks.all_or_none():  # collective
@@ -173,23 +171,17 @@ def sample_rollout(run):
     for group in mine:
         run.reference.ask(group)
     missing = c.PROMPTS_PER_STEP - len(theirs) if c.TRAINER_SAMPLES else 0
-    begun, most = 0, max(0, missing) * (1 + c.MAX_REFILLS)
-    p.begin_rollout()
-    while number := rollout.groups_to_begin(missing, p.flat_share, most - begun):
-        before = len(mine)
+    if missing > 0:
         with (
             ranks.all_or_none(clock.part("wait")),  # collective
             clock.part("sample"),
             run.sampler.follow(p.step),  # copies new weights to vLLM
         ):
-            for group in sample_share(run, number, begun, counts):
+            for group in sample_share(run, missing, counts):
                 sampled.append(group)
                 if not group.skipped:
                     run.reference.ask(group)  # a server scores it meanwhile
                     mine.append(group)
-        usable = ranks.sum_over_ranks(len(mine) - before)  # collective
-        p.count_round(groups=number, usable=usable)
-        begun, missing = begun + number, missing - usable
     with ranks.all_or_none(clock.part("wait")):  # collective
         set_advantages(run.recipe, [*sampled, *from_workers, *mine])  # line 9
         with clock.part(run.reference.part):
@@ -201,13 +193,13 @@ def sample_rollout(run):
     return groups, metrics | run.workers.metrics(groups, p.step), sampled + from_workers
 
 
-def sample_share(run, number, begun, counts):
+def sample_share(run, number, counts):
     """Yields this rank's share of the next `number` groups, each as soon as it is finished; adds
     their tally to `counts`."""
     rank, world, step = dist.get_rank(), dist.get_world_size(), run.progress.step
     prompts = itertools.islice(run.stream, number // world + (rank < number % world))  # line 5
-    settings = {"seed": rollout.seed_of(run.c.SEED, step, begun, rank)}
-    settings |= {"timed": lambda: run.clock.part("reward")}
+    seed = rollout.seed_of(run.c.SEED, step, 0, rank)  # 0: as earlier versions had it
+    settings = {"seed": seed, "timed": lambda: run.clock.part("reward")}
     groups = rollout.sampled_and_rewarded(run.sampler, run.recipe, prompts, **settings)
     for group in groups:  # lines 7, 8
         counts.update(tally := rollout.tally(run.recipe, group))  # flat groups too

@@ -29,6 +29,7 @@ TABLES = ROOT / "benchmarks/results/experiments"
 # --- Cases --------------------------------------------------------------------------
 STEPS = 60
 COMMON = {"STEPS": STEPS, "IDLE_LIMIT": STEPS, "EVAL_STEPS": 20, "KEEP_BEST": False}
+COMMON |= {"PROMPTS_PER_STEP": 16}
 
 
 def updates(number, **constants):

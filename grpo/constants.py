@@ -23,6 +23,7 @@ GONE = {  # constants of earlier versions, and what to do instead
     "CPU_THREADS": "the environment variable OMP_NUM_THREADS sets 2 threads or more",
     "EVAL_BATCH": "evaluations have SAMPLE_BATCH, too",
     "REFERENCE_ON_CPU": "LORA_RANK needs no copy of MODEL, and a server has its own GPU",
+    "MAX_REFILLS": "a larger PROMPTS_PER_STEP makes up for flat groups",
     "TENSOR_PARALLEL": "a worker's vLLM uses one GPU, as the trained model fits one",
 }
 

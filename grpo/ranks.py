@@ -130,11 +130,6 @@ def add_up(count):
     return total
 
 
-def sum_over_ranks(number):
-    """Collective: returns the sum of the ranks' numbers."""
-    return sum(gathered(number))
-
-
 def any_rank(holds):
     """Collective: returns whether `holds` is true on any rank."""
     return any(gathered(bool(holds)))

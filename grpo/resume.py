@@ -6,7 +6,7 @@ import hashlib
 import json
 import tempfile
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from grpo.log import say
 from grpo.ranks import gathered
 from grpo.report import RunFolder, commit, naming_run_dir
 
-FADE = 0.8  # per step: flat_share is a mean over about 1 / (1 - FADE) = 5 steps
 # A run can't be resumed with other values of these
 SAME = ("MODEL", "TASK", "LORA_RANK", "BASE_BITS", "DTYPE")
 
@@ -39,8 +38,6 @@ class Progress:
     idle_reason: str = ""  # and why the last of them had nothing
     bad: int = 0  # updates in a row that were not finite
     checked: bool = False  # whether the first update has passed its check
-    sampled: float = 0.0  # groups that the ranks sampled; earlier steps count less (FADE),
-    flat: float = 0.0  # and how many of these groups had zero variance
     groups: int = 0  # groups that ranks and workers sampled since step 0
 
     def passed(self, every, before):
@@ -54,19 +51,6 @@ class Progress:
         least = -1.0 if self.best_accuracy is None else self.best_accuracy
         if keep_best and accuracy is not None and accuracy > least:
             self.best_accuracy, self.best = accuracy, self.step or None
-
-    @property
-    def flat_share(self):
-        """The share of zero-variance groups in the last steps; 0 before the first step."""
-        return self.flat / self.sampled if self.sampled else 0.0
-
-    def begin_rollout(self):
-        """Reduces the weight of earlier steps in flat_share."""
-        self.sampled, self.flat = FADE * self.sampled, FADE * self.flat
-
-    def count_round(self, *, groups, usable):
-        self.sampled += groups
-        self.flat += groups - usable
 
 
 def check_run_dir(folder):
@@ -122,7 +106,6 @@ def log_other_data(c, progress, stream, before, now):
     if "prompt_ids" in changed:
         say("the prompts have changed: their order begins anew")
         stream.position, progress.groups = dist.get_rank(), 0
-        progress.sampled = progress.flat = 0.0
 
 
 # --- Begin or resume ------------------------------------------------------------------
@@ -133,7 +116,9 @@ def open_run(c, record, engine, stream, reference, data, uses):
     folder, (path, state) = RunFolder(c.RUN_DIR), newest(c.RUN_DIR)
     if path:
         check_resumable(path, state, record)
-        progress = Progress(**state["progress"] | {"idle": 0, "bad": 0})
+        known = {field.name for field in fields(Progress)}  # earlier versions had others, too
+        before = {name: value for name, value in state["progress"].items() if name in known}
+        progress = Progress(**before | {"idle": 0, "bad": 0})
         load(path, engine, stream, reference if progress.reference else None)
         # DeepSpeed has restored the old values of these; the learning rate is set at each step
         engine.optimizer.clip_grad = c.MAX_GRAD_NORM

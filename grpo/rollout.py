@@ -86,22 +86,6 @@ def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.null
             yield finish(*waiting.popleft())
 
 
-def groups_to_begin(missing, flat_share, most):
-    """Returns how many groups to start, at most `most`, to get m = `missing` usable ones if a share
-    f = `flat_share` of groups has zero variance: (m + sqrt(m f)) / (1 - f).
-
-    The formula is ours: n groups have n (1 - f) usable ones on average, with a standard deviation
-    of sqrt(n f (1 - f)), and n (1 - f) is about m. We add one deviation, so that five times in six
-    there are enough.
-    """
-    if missing <= 0:
-        return 0
-    if flat_share >= 1:
-        return most
-    wanted = (missing + math.sqrt(missing * flat_share)) / (1 - flat_share)
-    return min(math.ceil(wanted), most)
-
-
 def seed_of(*parts):
     """Returns a seed of 56 bits that depends on all `parts` (texts and numbers)."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()

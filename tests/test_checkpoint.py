@@ -181,11 +181,11 @@ def test_other_prompts_have_a_new_order_and_another_file_is_named(
     """Once: the next checkpoint has the new hashes."""
     stream = a_stream(5)
     [next(stream) for _ in range(7)]
-    save(tmp_path, 3, stream=stream, groups=7, sampled=4.0, flat=2.0, best=3, best_accuracy=0.9)
+    save(tmp_path, 3, stream=stream, groups=7, best=3, best_accuracy=0.9)
     progress = opened(tmp_path, stream=(resumed := a_stream(5)), data=(now := DATA | data))
     anew = "prompt_ids" in data
     assert (resumed.position, progress.groups) == ((0, 0) if anew else (7, 7))
-    assert (progress.flat_share, progress.best) == (0.0 if anew else 0.5, 3)
+    assert progress.best == 3
     out = capsys.readouterr().out
     assert ("begins anew" in out, "TASK = 't' has changed" in out) == (anew, "task_file" in data)
     assert ("the server's model has changed" in out) == ("server" in data)

@@ -76,7 +76,7 @@ def broken_on(rank, recipe, after):
 
 def run_of(rank, after):
     recipe = broken_on(rank, a_recipe(prompts_of([MIXED] * 20), PROMPTS_PER_STEP=6), after)
-    progress = Progress("run", 3, sampled=5.0, groups=9)
+    progress = Progress("run", 3, evaluated=2, groups=9)
     stream = Stream(recipe.prompts, 0, rank, 2)
     return a_run(recipe, stream=stream, progress=progress, reference=NoReference())
 

@@ -56,7 +56,7 @@ with ranks.explained():
         if (rank, step) == (1, 1):
             print("rank 1 sleeps", flush=True)
             time.sleep(2000)
-        assert ranks.sum_over_ranks(rank) == 3
+        assert sum(ranks.gathered(rank)) == 3
 dist.barrier()
 dist.destroy_process_group()
 """

@@ -19,7 +19,6 @@ from fakes import (
 )
 
 from grpo.metrics import Clock
-from grpo.resume import Progress
 
 
 def totals(sizes, group):
@@ -124,12 +123,3 @@ def test_a_policy_streams_text_and_ids(tiny):
     assert texts == [policy.text(s) for group in first for s in group.samples]
     assert clock.parts["reward"] > 0
     assert first == sampled(policy, recipe, prompts) != sampled(policy, recipe, prompts, seed=1)
-
-
-def test_the_share_that_was_flat_is_remembered_and_fades():
-    progress, shares = Progress("run"), []
-    for usable in (5, 10, 10):
-        progress.begin_rollout()
-        progress.count_round(groups=10, usable=usable)
-        shares.append(progress.flat_share)
-    assert shares == pytest.approx([5 / 10, 4 / 18, 3.2 / 24.4])  # earlier groups count 0.8

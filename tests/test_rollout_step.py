@@ -55,7 +55,7 @@ class Reference:
 
 def take_step(outcomes, *, step=0, engine=None, workers=None, reference=None, **recipe):
     """-> sample_rollout's (groups, metrics, sampled) of groups with these rewards."""
-    prompts, recipe = recipe.pop("prompts", ()), {"MAX_REFILLS": 4} | recipe
+    prompts, recipe = recipe.pop("prompts", ()), {"PROMPTS_PER_STEP": len(outcomes)} | recipe
     run = a_run(
         a_recipe(prompts, **recipe),
         stream=iter(prompts_of(outcomes)),
@@ -70,7 +70,7 @@ def take_step(outcomes, *, step=0, engine=None, workers=None, reference=None, **
 def test_a_steps_groups_are_those_that_are_not_flat_and_its_metrics_are_of_all(alone):
     outcomes, prompts = [MIXED, ALL_WRONG, MIXED, MIXED, MIXED], [None] * 10
     groups, metrics, _ = take_step(outcomes, step=4, prompts=prompts)
-    assert [g.index for g in groups] == [0, 2, 3, 4]  # two rounds
+    assert [g.index for g in groups] == [0, 2, 3, 4]
     assert {(g.version, g.sampler) for g in groups} == {(4, "trainer")}
     assert metrics["groups_sampled"] == 5 and metrics["frac_outcome_zero_std"] == 1 / 5
     assert metrics["accuracy"] == 4 / 10 and metrics["completions/clipped_ratio"] == 1 / 2
@@ -108,29 +108,18 @@ def metrics_of(recipe, group):
     return metrics_module.rollout_metrics(a_run(recipe), Counter(), 0, [group])
 
 
-def test_a_step_samples_in_rounds_until_it_has_enough(alone):
-    """The first begins 3 groups; the second makes up for two of them, and flat ones among those."""
-    outcomes, engine = [MIXED, ALL_WRONG, ALL_RIGHT, *[MIXED] * 20], FakeEngine()
-    groups, metrics, _ = take_step(outcomes, engine=engine)
-    begun = [n for n in engine.asked if n]
-    assert begun == [3, 10] and metrics["groups_sampled"] == 13  # (2 + sqrt(2 * 2/3)) / (1/3)
-    assert len(groups) == 11 and len({g.id for g in groups}) == 11  # all that is usable is trained
-
-
-@pytest.mark.parametrize("skip, trained", [(False, [0, 1, 2]), ("reward", [0, 2, 3])])
+@pytest.mark.parametrize("skip, trained", [(False, [0, 1, 2, 3]), ("reward", [0, 2, 3])])
 def test_flat_groups_are_trained_when_asked(alone, skip, trained):
     """All; or, as TRL does, those that differ in format alone, not those of equal totals."""
-    equal, engine = [(1.0, -1.0), (-1.0, 3.0)], FakeEngine()  # 2 x correctness + format
-    outcomes = [ALL_WRONG, equal, ALL_RIGHT, *[MIXED] * 9]
-    groups, metrics, _ = take_step(outcomes, engine=engine, SKIP_FLAT_GROUPS=skip)
-    assert [g.index for g in groups][:3] == trained and engine.asked[0] == 3
-    assert metrics["frac_reward_zero_std"] == 1 / metrics["groups_sampled"]
-    assert skip or len(groups) == 3
+    equal = [(1.0, -1.0), (-1.0, 3.0)]  # 2 x correctness + format
+    outcomes = [ALL_WRONG, equal, ALL_RIGHT, MIXED]
+    groups, metrics, _ = take_step(outcomes, SKIP_FLAT_GROUPS=skip)
+    assert [g.index for g in groups] == trained
+    assert metrics["frac_reward_zero_std"] == 1 / 4
 
 
 def test_ranks_share_the_prompts_of_a_step(alone, monkeypatch):
     """10 prompts on 4 ranks: 3, 3, 2 and 2; each rank draws with another seed."""
-    one_round = {"PROMPTS_PER_STEP": 10, "MAX_REFILLS": 0}
     monkeypatch.setattr(trainer.dist, "get_world_size", lambda: 4)
     counts, seeds, ids = [], set(), set()
     for rank, step in [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)]:
@@ -141,7 +130,7 @@ def test_ranks_share_the_prompts_of_a_step(alone, monkeypatch):
         monkeypatch.setattr(trainer.dist, "get_rank", lambda rank=rank: rank)
         monkeypatch.setattr(trainer.dist, "all_gather_object", gather)
         engine = FakeEngine()
-        groups, *_ = take_step([MIXED] * 10, step=step, engine=engine, **one_round)
+        groups, *_ = take_step([MIXED] * 10, step=step, engine=engine)
         counts.append(len(groups))
         seeds.add(engine.settings["seed"])
         ids |= {g.id for g in groups}
@@ -227,7 +216,7 @@ class Arrived(Workers):
 def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone):
     engine, reference = FakeEngine(), Reference()
     workers = Arrived(*a_workers(2, version=1))
-    theirs = {"workers": workers, "PUBLISH_STEPS": 1}
+    theirs = {"workers": workers, "PUBLISH_STEPS": 1, "PROMPTS_PER_STEP": 3}
     groups, metrics, sampled = take_step(
         [MIXED] * 9, step=3, engine=engine, reference=reference, **theirs
     )

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 REPLAY = "grpo.commands.replay"
 SMALL = QUICK | {"MAX_PROMPT_TOKENS": 64, "EVAL_STEPS": 2, "REF_SERVER": None, "TASK": "even"}
 SMALL |= {"UPDATES_PER_ROLLOUT": 2, "STEPS": 7, "SAVE_STEPS": 3, "FINAL_LR": 0.1, "KL_BETA": 0.1}
-SMALL |= {"SKIP_FLAT_GROUPS": "outcome", "MAX_REFILLS": 1, "KEEP_CHECKPOINTS": 3}
+SMALL |= {"SKIP_FLAT_GROUPS": "outcome", "KEEP_CHECKPOINTS": 3}
 
 
 def run_of(folder, tiny, ranks=1, **changes):

@@ -98,8 +98,7 @@ def completion_lengths(c):
 def largest_batch(c, tokens, packs, completion):
     """Returns the Samples of the largest micro-batch that the trainer cuts from groups with
     prompts of full length and `completion` tokens in each completion."""
-    groups = c.PROMPTS_PER_STEP * (1 + c.MAX_REFILLS)  # a step has no more
-    groups = min(groups, tokens // c.MAX_PROMPT_TOKENS + 1)
+    groups = min(c.PROMPTS_PER_STEP, tokens // c.MAX_PROMPT_TOKENS + 1)
     prompts = [[n % 2] * c.MAX_PROMPT_TOKENS for n in range(groups) for _ in range(c.GROUP_SIZE)]
     sizes = sizes_of(prompts, [[1] * completion] * len(prompts), packs)
     number = len(pack_by_tokens(sizes, tokens)[0])
