@@ -51,7 +51,7 @@ def show_answers(model, final, items):
 
 def result(records):
     """Returns the run's result, and what it ran on, as lines for an issue."""
-    values = {name: [r[name] for r in records if name in r] for name in SHOWN}
+    values = {name: [r[name] for r in records if r.get(name) is not None] for name in SHOWN}
     middle = {name: median(found) if found else math.nan for name, found in values.items()}
     shown = [
         f"{r['eval_accuracy']:.3f} at step {r['step']}" for r in records if "eval_accuracy" in r
@@ -79,7 +79,8 @@ def main(**constants):
     train_and_serve("smollm2", shared, constants, threads={})  # on all cores
     final = run_dir / "final"
     plot.plot(run_dir)
-    show_answers(model, final, sums.load("test")[:3])
+    if (final / "config.json").exists():  # not with SAVE_STEPS = 0, nor with LORA_RANK
+        show_answers(model, final, sums.load("test")[:3])
     print(f"\nModel: {final}   curve: {run_dir}/curves.png   samples: {run_dir}/samples.jsonl")
     print(f"This command took {(time.perf_counter() - started) / 60:.1f} minutes. Its result,")
     print(

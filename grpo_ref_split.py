@@ -122,7 +122,7 @@ KEEP_CHECKPOINTS = 2  # the newest N checkpoints are kept, older ones deleted
 KEEP_BEST = True  # True: also keeps the checkpoint of the best evaluation, RUN_DIR/best
 REPORT_TO = []  # "tensorboard", "wandb" or functions, which get each step's metrics, too
 WAIT_LIMIT_SECONDS = 600  # the run ends after this long without the server or workers' groups
-REWARD_TIMEOUT_SECONDS = 60  # the run ends if the rewards of a group take longer
+REWARD_TIMEOUT_SECONDS = 60  # rewards of a group that take longer end the run, or fail
 MAX_FAILED_REWARDS = 0  # how many of a process's last 200 completions may fail in the task's code
 # The run ends after N steps in a row with nothing to train, or with a gradient that is not finite.
 IDLE_LIMIT = 10
@@ -324,7 +324,8 @@ def update(run, samples, step, old):
     with run.clock.part("backward"), cpu_threads(), limit:
         metrics = accumulate(run, samples, old, version=step - 1)  # collective
     with leaving_evidence(run, step, samples, metrics):  # collective
-        check_sampler(metrics, run.sampler, {sample.noise for sample in samples})
+        rounded = run.engine.module.head is None and run.policy.dtype == "bfloat16"
+        check_sampler(metrics, run.sampler, {sample.noise for sample in samples}, rounded)
     with run.clock.part("step"), cpu_threads():
         taken = take_step(run.engine, rate, c.SEED)  # collective
     metrics = with_kl(metrics, run.reference.info, c.MODEL)  # KL only if it was computed

@@ -75,7 +75,7 @@ import torch
 from grpo.devices import accelerator
 from grpo.forward import CompletionModel
 from grpo.log import in_background
-from grpo.models import load_model, load_tokenizer, weights_of
+from grpo.models import context_of, load_model, load_tokenizer, weights_of
 from grpo.options.workers.gate import Busy, Gate, listen, token_for, url_of
 from grpo.scoring import score_groups
 from grpo.stop import ANNOUNCE, leave
@@ -103,11 +103,11 @@ class Reference:
         self.model = CompletionModel(model.requires_grad_(False))
         for note in self.model.notes:
             print(note, flush=True)
-        context = getattr(model.config, "max_position_embeddings", None)
-        self.limits = {"vocab_size": facts["vocab_size"], "max_tokens": context}
+        vocab_size = min(facts["vocab_size"], len(model.get_input_embeddings().weight))
+        self.limits = {"vocab_size": vocab_size, "max_tokens": context_of(model.config)}
         self.info = facts | {"model": c.MODEL, "dtype": dtype, "bits": c.BASE_BITS}
         self.info["weights"] = weights_of(model)
-        self.settings = {name: facts[name] for name in ("temperature", "vocab_size")}
+        self.settings = {"temperature": c.TEMPERATURE, "vocab_size": vocab_size}
         self.settings["budget"] = c.SCORE_BATCH_TOKENS
 
     def score(self, requests):

@@ -19,6 +19,7 @@ number of ranks has changed, each rank needs the files of all.
 
 import contextlib
 import json
+import os
 import random
 import shutil
 import socket
@@ -76,7 +77,8 @@ def save_run(run):
     dist.barrier()
     with naming_run_dir(folder):
         files += write_rank(run, draft / "trainer")
-    sizes = gathered({str(path.relative_to(draft)): path.stat().st_size for path in files})
+        mine = {str(path.relative_to(draft)): size_on_disk(path) for path in files}
+    sizes = gathered(mine)
     for last in (False, True):  # last: rank 0's folder, the only one with the model
         if leader and (rank == 0) == last:
             text = json.dumps(state | {"files": sizes}, indent=1)
@@ -144,9 +146,9 @@ def write_shared(run, draft, state):
     if dist.get_rank() == 0:
         run.policy.save(draft)
         card = model_card(run.c, state)
-        Path(draft, "README.md").write_text(card, "utf-8")  # people may edit it
+        Path(draft, "README.md").write_text(card, "utf-8")
         Path(draft, CONSTANTS).write_text(json.dumps(state["constants"], indent=1))
-    return [path for path in draft.rglob("*") if path.is_file() and path.name != "README.md"]
+    return list(draft.rglob("*.safetensors"))  # people may edit the other files
 
 
 def write_rank(run, trainer):
@@ -165,6 +167,13 @@ def write_rank(run, trainer):
 def place_of(run):
     """Returns the place of a run between two updates, for back_if_failed."""
     return dict(vars(run.progress)), run.stream.position
+
+
+def size_on_disk(path):
+    """Returns a file's size, once a power cut can't lose it: older checkpoints are deleted then."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    return path.stat().st_size
 
 
 @contextlib.contextmanager
@@ -222,8 +231,9 @@ def newest(folder):
     """Collective: returns (path, state) of the newest complete checkpoint, or (None, None) if no
     rank has a checkpoint. Raises SystemExit if there are checkpoints but none is complete: a run
     must not start over because a disk is missing."""
-    if Path(folder, DRAFT).exists():
-        say(f"{folder}: the run ended while it was saving a checkpoint; that checkpoint is ignored")
+    if (draft := Path(folder, DRAFT)).exists():
+        say(f"{folder}: the run ended while it was saving a checkpoint, whose files are deleted")
+        shutil.rmtree(draft, ignore_errors=True)
     fault, steps = None, gathered({step_of(path) for path in saved_in(folder)})
     for step in sorted(set().union(*steps), reverse=True):
         path = Path(folder, f"step_{step:06d}")

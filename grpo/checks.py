@@ -73,6 +73,8 @@ RELATIONS = [  # (constant, what it must be, whether it is), of constants of the
      lambda c: c.REWARD_WEIGHTS != {} or c.KL_BETA > 0),
     ("MAX_STALENESS", "at least PUBLISH_STEPS and UPDATES_PER_ROLLOUT: groups get that old",
      lambda c: c.MAX_STALENESS >= max(c.PUBLISH_STEPS, c.UPDATES_PER_ROLLOUT)),
+    ("RATIO_LEVEL", "'token' with workers, unless DTYPE = 'float32': rounding alone is clipped",
+     lambda c: c.RATIO_LEVEL == "token" or not c.PUBLISH_STEPS or c.DTYPE == "float32"),
     ("TRAINER_SAMPLES", "True if PUBLISH_STEPS = 0, as there are no workers",
      lambda c: c.TRAINER_SAMPLES or c.PUBLISH_STEPS > 0),
     ("REFERENCE", "None with a server, whose MODEL is the reference; or set REF_SERVER = None",

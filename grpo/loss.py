@@ -77,8 +77,8 @@ def linear_logps(hidden, head, ids, *, temperature=1.0, vocab_size=None, entropy
     Why float32, whatever the dtype: bf16 rounds a log-prob between -4 and -8 by up to 0.016, which
     is 1.6% in the ratio of the loss, and those below -8 by twice that and more.
     """
-    logits = hidden if head is None else hidden @ head.T  # (..., V')
-    exact = torch.promote_types(logits.dtype, torch.float32)
+    exact = torch.promote_types(hidden.dtype, torch.float32)
+    logits = hidden if head is None else hidden.to(exact) @ head.to(exact).T  # (..., V')
     log_probs = (logits[..., :vocab_size].to(exact) / temperature).log_softmax(-1)  # (..., V)
     logps = log_probs.gather(-1, ids[..., None]).squeeze(-1)
     if not entropy:

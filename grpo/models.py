@@ -123,6 +123,9 @@ def as_umask(folder):
     new.unlink()
 
 
+FOREIGN_IDS = 8  # so many ids of a tokenizer may have no embedding: in Gemma 3 1B one has none
+
+
 def token_ids(*values):
     """Returns the ids in values that are an id or a list of ids; what is no id is left out."""
     flat = [x for value in values for x in (value if isinstance(value, list) else [value])]
@@ -166,7 +169,7 @@ def load_model(name, dtype, vocab_size, bits=16):
             f" (python -m grpo.commands.merge {name} OUT)"
         )
     rows = model.get_input_embeddings().weight.shape[0]
-    if rows < vocab_size:
+    if rows < vocab_size - FOREIGN_IDS:
         raise SystemExit(
             f"the model {name!r} has {rows} embeddings, but its tokenizer has {vocab_size} ids: put"
             " the tokenizer that belongs to the model into its folder"
@@ -199,7 +202,7 @@ def check_context(c, config=None, constant="MODEL"):
     model that the constant names. Reads the model's configuration if `config` is None."""
     with contextlib.suppress(OSError, ValueError):  # an adapter has none: load_model refuses it
         config = config or AutoConfig.from_pretrained(getattr(c, constant))
-    context = getattr(config, "max_position_embeddings", None) or math.inf
+    context = context_of(config) or math.inf
     prompt, completion = c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS
     if prompt + completion > context:
         raise SystemExit(
@@ -207,6 +210,17 @@ def check_context(c, config=None, constant="MODEL"):
             f" context of {constant} = {getattr(c, constant)!r}: their sum must be {context}"
             " tokens at most"
         )
+
+
+def context_of(config):
+    """Returns how many tokens a model can read at most, or None if its configuration has no number.
+    LongRoPE (Phi-3, Phi-4-mini) has other positions for a whole batch once a sequence is longer
+    than the original limit, so that one is taken."""
+    config = config and config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", None)
 
 
 def has_softcap(config):

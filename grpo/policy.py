@@ -154,5 +154,6 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_string
         from grpo.options.sampling.stop_strings import StopStrings
 
         stops = StopStrings(tokenizer, stop_strings)
+    vocab_size = min(vocab_size, len(model.get_input_embeddings().weight))
     more = dtype, stops, bool(lora_rank), contexts
     return Policy(name, model, tokenizer, eos_ids, vocab_size, *more)

@@ -4,8 +4,10 @@ import errno
 import fcntl
 import hashlib
 import json
+import os
 import tempfile
 import uuid
+import weakref
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -14,11 +16,13 @@ import torch.distributed as dist
 from grpo.checkpoint import load, newest, point
 from grpo.constants import is_same
 from grpo.log import say
+from grpo.models import weights_of
 from grpo.ranks import gathered
 from grpo.report import RunFolder, commit, naming_run_dir
 
 # A run can't be resumed with other values of these
 SAME = ("MODEL", "TASK", "LORA_RANK", "BASE_BITS", "DTYPE")
+EVALUATED = ("EVAL_SPLIT", "EVAL_QUESTIONS", "OUTCOME")  # accuracies of others can't be compared
 
 
 @dataclass
@@ -77,17 +81,20 @@ def lock_run(folder, name=".lock"):
             ) from None
         why = f"is on a disk without file locks ({error.strerror})"
         say(f"{folder} {why}: run one process at a time there")
+    mine = weakref.ref(file)  # a child that outlives this process must not hold the lock
+    os.register_at_fork(after_in_child=lambda: (file := mine()) and file.close())
     return file
 
 
 # --- What a run is trained on -----------------------------------------------------------
-def data_of(recipe):
-    """Collective: returns hashes of the prompts' ids and of the task's file, by name. SystemExit if
-    they differ between ranks."""
+def data_of(recipe, model, server=None):
+    """Collective: returns hashes of the prompts' ids, the task's file and MODEL, and the server's
+    hash of its model, by name. SystemExit if they differ between ranks."""
     ids = json.dumps([[index, ids] for index, _, ids in recipe.prompts]).encode()
     file = getattr(recipe.task, "__file__", None)
     parts = {"prompt_ids": ids, "task_file": Path(file).read_bytes() if file else b""}
     data = {name: hashlib.sha256(part).hexdigest() for name, part in parts.items()}
+    data |= {"model": weights_of(model), "server": server}
     for name, mine in data.items():
         if len(found := set(gathered(mine))) > 1:
             raise SystemExit(
@@ -98,11 +105,14 @@ def data_of(recipe):
 
 def log_other_data(c, progress, stream, before, now):
     """Logs what has changed since a checkpoint; if it is the prompts, their order begins anew.
-    `before` and `now` are the run's data_of."""
+    `before` and `now` are Run.data. SystemExit if a checkpoint of adapters has lost its MODEL."""
     changed = {name for name in now if now[name] != (before.get(name) or now[name])}
     named = {"task_file": f"the file of TASK = {c.TASK!r}", "server": "the server's model"}
+    named |= {"model": f"what MODEL = {c.MODEL!r} contains"}
     for name in changed & named.keys():
         say(f"{named[name]} has changed since the checkpoint")
+    if "model" in changed and c.LORA_RANK:
+        raise SystemExit("the adapters need the MODEL that they were trained with")
     if "prompt_ids" in changed:
         say("the prompts have changed: their order begins anew")
         stream.position, progress.groups = dist.get_rank(), 0
@@ -138,8 +148,10 @@ def open_run(c, record, engine, stream, reference, data, uses):
     draft.write_text(json.dumps(facts | {"uses": uses}))
     draft.replace(folder.path / "run.json")
     there = progress.best is None or (folder.path / f"step_{progress.best:06d}").exists()
-    if not all(gathered(there)) or not c.KEEP_BEST:  # the next evaluation is then the best
+    if not all(gathered(there)) or not c.KEEP_BEST:
         progress.best = progress.best_accuracy = None
+    if path and any(record[name] != state["constants"].get(name) for name in EVALUATED):
+        progress.best_accuracy = None  # the next evaluation is then the best
     point(c.RUN_DIR, "best", progress.best)
     point(c.RUN_DIR, "final", None)
     return progress

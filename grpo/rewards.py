@@ -89,13 +89,15 @@ def rewarded(recipe, group, futures):
     of their environments. `futures` is the result of begin_rewards. Raises TaskError if the task
     fails (a bug, not a reward), takes too long, or returns other rewards than REWARD_WEIGHTS names.
     """
+    failures, known = recipe.failures, sum(sample.failed for sample in group.samples)
+    waiting = failures and max(0, failures.waiting - known)
     found = values_of(recipe, group, futures)
     for sample, values in zip(group.samples, found, strict=True):
         sample.rewards = floats_of(recipe, group.item, sample.text, values)
         sample.total = total_of(recipe, sample)
         sample.environment = None  # values of the task's, of any type: ranks send each other floats
-    if recipe.failures:
-        recipe.failures.count([values is None for values in found])
+    if failures:
+        failures.count([values is None for values in found], waiting)
 
 
 def reward_texts(recipe, item, texts):

@@ -181,7 +181,7 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     record = as_json(vars(c) | sizes.constants() | resolved)
     engine = make_engine(c, policy, sizes.gradient_checkpointing)
     stream = Stream(recipe.prompts, c.SEED, rank, dist.get_world_size())
-    data = data_of(recipe) | {"server": reference.info.get("weights")}  # collective
+    data = data_of(recipe, model=policy.model, server=reference.info.get("weights"))  # collective
     uses = uses_of(c, policy, sampler, engine, recipe, reference)
     say("; ".join(f"{name}: {what}" for name, what in uses.items()))
     progress = open_run(c, record, engine, stream, reference, data, uses)  # collective

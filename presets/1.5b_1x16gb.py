@@ -2,8 +2,8 @@
 
     python grpo_ref_split.py presets/1.5b_1x16gb.py
 
-Computed, not run: of the GPU's 15.6 GB the trainer needs 5.7 GB at least, and about twice that on a
-T4, which has no bfloat16. The reference is the model without its adapter. A checkpoint is an
+Computed, not run: of the GPU's 15.6 GB the trainer needs 5.7 GB at least, and 1.6 times that on
+a T4, which has no bfloat16. The reference is the model without its adapter. A checkpoint is an
 adapter (python -m grpo.commands.merge).
 """
 

@@ -27,6 +27,7 @@ TRL's (benchmarks/results/trl_rewards.md), but what functions get differs:
 
 import asyncio
 import inspect
+import itertools
 import numbers
 from concurrent.futures import ThreadPoolExecutor
 
@@ -61,7 +62,7 @@ def group_rewards(item, completions):
     """Returns {name: a number, or None} for each completion, from one call of each function."""
     prompt, number = item["prompt"], len(completions)
     if not isinstance(prompt, str):
-        completions = [[{"role": "assistant", "content": text}] for text in completions]
+        completions = [as_messages(completion) for completion in completions]
         if prompt[-1]["role"] == "assistant":  # it begins each completion, as in TRL
             prompt = prompt[:-1]
     columns = {name: [value] * number for name, value in (item | {"prompts": prompt}).items()}
@@ -75,6 +76,13 @@ def group_rewards(item, completions):
             result = THREAD.submit(LOOP.run, result).result()
         found[name] = values_of(name, function, result, number)
     return [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
+
+
+def as_messages(completion):
+    """Returns a text, or the texts of several turns, as messages."""
+    turns = [completion] if isinstance(completion, str) else completion
+    roles = itertools.cycle(["assistant", "user"])
+    return [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
 
 
 def values_of(name, function, result, number):

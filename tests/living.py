@@ -6,6 +6,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+aten = torch.ops.aten
+PRODUCTS = aten.mm.default, aten.addmm.default, aten.bmm.default
+
 
 class Live(TorchDispatchMode):
     """Counts the bytes of living tensors, in the place of a GPU's statistics."""
@@ -32,7 +35,10 @@ class Live(TorchDispatchMode):
         self.now -= size
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **kwargs or {})
+        if func in PRODUCTS and args[-1].dtype == torch.bfloat16:  # a CPU may be slow in bfloat16
+            out = func(*(x.float() for x in args)).bfloat16()
+        else:
+            out = func(*args, **kwargs or {})
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self.count(tensor)

@@ -10,6 +10,8 @@ import random
 import re
 import resource
 import shutil
+import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,6 +37,9 @@ RUN = {  # the constants that checkpoints look at
 
 
 DATA = {"prompt_ids": "p", "task_file": "t", "server": "w"}
+
+
+EMPTY = SimpleNamespace(config=SimpleNamespace(to_dict=dict), named_parameters=list)  # a model
 
 
 class FakeEngine:
@@ -200,7 +205,7 @@ def test_the_hashes_are_of_the_prompts_ids_and_of_the_tasks_file(tmp_path, alone
     file.write_bytes(b"\xef\xbb\xbfx = 1")  # Notepad's BOM
     task, none = load_task_file(str(file)), SimpleNamespace()
     hashes = lambda task, item, ids: resume.data_of(
-        SimpleNamespace(task=task, prompts=[(0, item, ids)])
+        SimpleNamespace(task=task, prompts=[(0, item, ids)]), EMPTY
     )
     first = hashes(task, {"answer": 4}, [5, 6])
     other.write_text("x = 1")
@@ -215,9 +220,29 @@ def test_the_hashes_are_of_the_prompts_ids_and_of_the_tasks_file(tmp_path, alone
 def test_ranks_with_different_prompts_do_not_train(ranks):
     def data(rank):
         recipe = SimpleNamespace(task=None, prompts=[(0, {}, [rank])])
-        return resume.data_of(recipe)
+        return resume.data_of(recipe, EMPTY)
 
     assert all("the ranks differ in prompt_ids" in text for text in ranks.each(data, [0, 1]))
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_adapters_do_not_go_on_beside_another_base(rank, tmp_path, alone, capsys):
+    """MODEL = "other/final" is another model after the other run has gone on."""
+    save(tmp_path, 3)
+    refused = pytest.raises(SystemExit, match="adapters need") if rank else contextlib.nullcontext()
+    run_file = tmp_path / "step_000003/trainer/state.json"
+    run_file.write_text(run_file.read_text().replace('"LORA_RANK": 0', f'"LORA_RANK": {rank}'))
+    run_file.write_text(run_file.read_text().replace('"server": "w"', '"model": "m"'))
+    with refused:
+        opened(tmp_path, data=DATA | {"model": "other"}, LORA_RANK=rank)
+    assert "what MODEL = 'a' contains has changed" in capsys.readouterr().out
+
+
+def test_accuracies_of_other_questions_are_not_compared(tmp_path, alone):
+    save(tmp_path, 3, best=3, best_accuracy=0.9)
+    assert opened(tmp_path).best_accuracy == 0.9
+    progress = opened(tmp_path, EVAL_QUESTIONS=512)
+    assert (progress.best, progress.best_accuracy) == (3, None)
 
 
 DAMAGE = {
@@ -238,6 +263,7 @@ def test_a_torn_checkpoint_is_named_and_skipped(tmp_path, alone, capsys, damage)
     DAMAGE[damage](tmp_path / "step_000010")
     path, state = checkpoint.newest(tmp_path)
     assert path.name == "step_000009" and state["step"] == 9
+    assert not (tmp_path / ".unfinished").exists()  # it may hold all free space
     assert "step_000010 is incomplete and is skipped" in capsys.readouterr().out
     save(tmp_path, 10)  # in its place
     assert checkpoint.newest(tmp_path)[1]["step"] == 10 and not (tmp_path / ".unfinished").exists()
@@ -572,7 +598,17 @@ def test_only_a_lock_that_is_held_means_another_trainer(tmp_path, monkeypatch):
     with resume.lock_run(tmp_path), pytest.raises(SystemExit, match="another trainer is running"):
         resume.lock_run(tmp_path)
     with resume.lock_run(tmp_path):  # it was released
-        pass
+        held, holds = os.pipe()
+        if not (child := os.fork()):
+            os.write(holds, b"1")
+            time.sleep(900)
+        os.read(held, 1)
+    try:
+        with resume.lock_run(tmp_path):  # and a child that lives on does not hold it
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
     for number in (errno.EAGAIN, errno.EACCES):
         monkeypatch.setattr(resume.fcntl, "flock", failing(number))
         with pytest.raises(SystemExit, match="another trainer is running"):

@@ -63,6 +63,7 @@ def test_every_constant_of_the_trainer_is_checked():
     ("REFERENCE", {"KL_BETA": 0.0, "REFERENCE": "a/teacher", "REF_SERVER": None}),
     ("IS_CAP", {"IS_CAP": 0.5}),
     ("ADAM_BETAS", {"ADAM_BETAS": (0.9,)}),
+    ("RATIO_LEVEL", {"RATIO_LEVEL": "sequence", "PUBLISH_STEPS": 1}),
     ("VLLM_CACHE_GB", {"VLLM_CACHE_GB": 0}),
     ("REFERENCE", {"REFERENCE": "a/t", "REFERENCE_REFRESH_STEPS": 5, "REF_SERVER": None}),
     ("REFERENCE_REFRESH_STEPS",

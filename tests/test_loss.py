@@ -61,6 +61,9 @@ def test_logps_are_float32_of_bfloat16_logits():
     assert (logps - exact).abs().max() < 1e-5
     in_bf16 = torch.log_softmax(logits[:, :990] / 0.9, -1)[torch.arange(50), targets]
     assert (in_bf16 - exact).abs().max() > 1e-2
+    hidden, head = torch.randn(50, 8).bfloat16(), 5 * torch.randn(1000, 8).bfloat16()
+    exact = (hidden.double() @ head.double().T).log_softmax(-1)[torch.arange(50), targets]
+    assert (linear_logps(hidden, head, targets) - exact).abs().max() < 1e-4
 
 
 # --- Loss ---------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from fakes import tiny_policy
 from families import tiny_model
 from processes import python
 from safetensors.torch import load_file, save_file
+from transformers import Gemma3Config, Phi3Config
 
 import ref_server
 from grpo import models
@@ -120,6 +121,25 @@ def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny, tokenizer):
     tokenizer.add_tokens([f"new{i}" for i in range(50)])
     with pytest.raises(SystemExit, match="embeddings.*ids"):
         load_policy(str(tiny), tokenizer, "float32")
+
+
+def test_an_id_of_the_tokenizer_without_an_embedding_is_never_sampled(tiny, tmp_path):
+    """Gemma 3's text models have none for the token of an image."""
+    policy = tiny_policy(tiny)
+    policy.model.resize_token_embeddings(policy.vocab_size - 1)
+    policy.save(tmp_path)
+    assert load_policy(str(tmp_path), policy.tokenizer, "float32").vocab_size == (
+        policy.vocab_size - 1
+    )
+
+
+def test_the_context_is_that_of_the_text_and_what_long_ropes_positions_allow():
+    config = Gemma3Config(text_config={"max_position_embeddings": 99})
+    assert models.context_of(config) == 99 and models.context_of(None) is None
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    rope |= {"original_max_position_embeddings": 4096, "rope_theta": 1e4}
+    config = Phi3Config(max_position_embeddings=131072, rope_parameters=rope, pad_token_id=0)
+    assert models.context_of(config) == 4096
 
 
 def test_an_adapter_as_model_is_refused_with_the_command_that_merges_it(tiny, tmp_path):

@@ -1,4 +1,4 @@
-"""A rank's rollout: zero-variance groups are replaced, and what is sent is what was sampled."""
+"""A rank's rollout: zero-variance groups are counted, and what is sent is what was sampled."""
 
 import math
 from types import SimpleNamespace

@@ -43,6 +43,8 @@ def test_a_function_gets_a_groups_lists_as_trl_gives_them(item, given, monkeypat
     columns = {"solution": ["5"] * 2, "level": [2] * 2}
     assert calls == [([item["prompt"]] * 2, given, columns)]
     assert trl.messages(item)[-1] == CHAT[1]
+    roles = [message["role"] for message in trl.as_messages(["5", "no", "6"])]
+    assert roles == ["assistant", "user", "assistant"]
 
 
 def test_values_none_and_weights_are_trls(monkeypatch):

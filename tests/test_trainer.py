@@ -83,7 +83,8 @@ def test_backward_and_optimiser_have_the_ranks_share_of_the_cores(monkeypatch):
     monkeypatch.setattr(trainer, "take_step", noted({"grad_norm": 1.0}))
     monkeypatch.setattr(trainer, "leaving_evidence", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(engine, "training_threads", lambda: before + 1)
-    run = a_run(a_recipe(), engine=None)
+    run = a_run(a_recipe(), engine=SimpleNamespace(module=SimpleNamespace(head=None)))
+    run.policy = SimpleNamespace(dtype="float32")
     run.sizes = SimpleNamespace(micro_batch_tokens=8)
     run.reference = SimpleNamespace(info={"model": "tiny"})
     trainer.update(run, [], 1, "now")
@@ -107,6 +108,12 @@ SAME = {"model": "ours", "dtype": "float32"}
 def test_a_run_stops_if_its_sampler_has_other_log_probs(metrics, dtype, error):
     with pytest.raises(RuntimeError, match=error) if error else contextlib.nullcontext():
         check_sampler(metrics, SimpleNamespace(noise=NOISE[dtype]))
+
+
+def test_rounded_logits_are_no_other_temperature():
+    """Models without a plain head (Gemma 2, Cohere) have bfloat16 logits."""
+    metrics = GOOD | {"sampler_tilt": 0.05}
+    check_sampler(metrics, SimpleNamespace(noise=NOISE["bfloat16"]), rounded=True)
 
 
 def test_a_worker_may_have_another_dtype():

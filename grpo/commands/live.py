@@ -7,8 +7,6 @@ live.html calls GET /live every 2 s, and GET /group for the sampled group that i
 only reads files, so it can start and end at any time and never disturbs a trainer.
 """
 
-import functools
-import itertools
 import json
 import os
 import statistics
@@ -36,19 +34,24 @@ def read(path):
     which changes when a run resumes."""
     try:
         stat = path.stat()
-        return parsed(path, stat.st_ino, stat.st_size, stat.st_mtime_ns), stat.st_ino
+        now = stat.st_ino, stat.st_size, stat.st_mtime_ns
+        if LAST.get(path, (None,))[0] != now:
+            LAST[path] = now, parsed(path, stat.st_size)
+        return LAST[path][1], stat.st_ino
     except OSError:
         return {}, None
 
 
-@functools.lru_cache(3 * MAX_COMPARED)
-def parsed(path, inode, size, when):
-    """Returns {step: [records]} of a file, cached until the file changes."""
+LAST = {}  # what was read of each file that was shown: {path: (inode, size and time, records)}
+
+
+def parsed(path, size):
+    """Returns {step: [records]} of the end of a file."""
     with open(path, "rb") as file:
         file.seek(max(0, size - MAX_READ))
         lines, found = file.read(MAX_READ).splitlines(), {}
     for line in lines:
-        with suppress(ValueError):  # the line is incomplete
+        with suppress(ValueError, KeyError, TypeError):  # it is incomplete, or not of a run
             record = json.loads(line)
             found.setdefault(record["step"], []).append(record)
     return dict(sorted(found.items()))
@@ -62,7 +65,7 @@ def metrics_of(folder):
 
 
 def constants_of(folder):
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, KeyError, TypeError):
         return json.loads((folder / "run.json").read_bytes())["constants"]
     return {}
 
@@ -74,10 +77,12 @@ def chart(records, name):
     return {"steps": [s for s, _ in points], "values": [float(f"{v:.4g}") for _, v in points]}
 
 
-def step_seconds(records):
-    """Returns the median wall time of the last steps, or None; a single pause has no effect."""
+def step_seconds(records, updates):
+    """Returns the median wall time of the last steps, or None; a single pause has no effect. It is
+    a mean over the `updates` of a rollout, of which the first also samples."""
     last = [(record["step"], record["time"]) for record in records[-40:] if "time" in record]
-    laps = [(t1 - t0) / (s1 - s0) for (s0, t0), (s1, t1) in itertools.pairwise(last)]
+    pairs = zip(last, last[updates:], strict=False)
+    laps = [(t1 - t0) / (s1 - s0) for (s0, t0), (s1, t1) in pairs]
     return statistics.median(laps) if laps else None
 
 
@@ -118,8 +123,8 @@ def snapshot(found, asked="", others=(), metrics=()):
         "model": constants.get("MODEL", ""),
         "step": latest[-1]["step"] if latest else None,
         "steps": constants.get("STEPS"),
-        "step_seconds": step_seconds(latest),
-        "last": latest[-1] if latest else {},
+        "step_seconds": step_seconds(latest, constants.get("UPDATES_PER_ROLLOUT", 1)),
+        "last": {name: value for record in latest[-40:] for name, value in record.items()},
         "metrics": sorted(known - {"step", "time"}),
         "curves": [{"run": n, "charts": {m: chart(records[n], m) for m in drawn}} for n in chosen],
         "file": inode,  # a resumed run writes a group again

@@ -10,6 +10,7 @@ from the checkpoint on. On a CPU without workers all is equal; a GPU or a server
 
 import json
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -49,6 +50,8 @@ def begin(folder, step, changes):
     facts = json.loads(next(filter(Path.exists, files)).read_text())
     old, again = facts["constants"], tempfile.mkdtemp(prefix="replay_")
     old |= {} if any(old["REWARD_WEIGHTS"].values()) else {"REWARD_WEIGHTS": {}}  # as it was set
+    if gone := {name: old.pop(name) for name in old.keys() - trainer.DEFAULTS.keys()}:
+        say(f"these constants of the run exist no longer, and have no effect: {gone}")
     c = checks.settled(trainer.DEFAULTS, old | OFF | changes | {"RUN_DIR": again})
     tokenizer, recipe, server = prepare(c, needs_server=bool(c.REF_SERVER and c.KL_BETA))
     ranks.join_ranks(c.WAIT_LIMIT_SECONDS)  # collective
@@ -76,13 +79,18 @@ def show(run, groups, sampled):
     say(f"gaps to the sampler: {summary(samples, 'sampler')}")
 
 
+def records_in(path):
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError):  # the line is incomplete
+            yield json.loads(line)
+
+
 def compare(folder, again, step, title):
     """Logs the values that differ between what the run and the replay have logged of the step."""
     for name in ("metrics.jsonl", "samples.jsonl"):
         found = []
         for path in (folder / name, again / name):
-            lines = map(json.loads, path.read_text().splitlines() if path.exists() else ())
-            lines = [r for r in lines if r["step"] == step and "eval_truncated" not in r]
+            lines = [r for r in records_in(path) if r["step"] == step and "eval_truncated" not in r]
             found.append({(k, i): v for i, r in enumerate(lines) for k, v in r.items()})
         old, new = ({k: v for k, v in f.items() if not k[0].startswith(VARY)} for f in found)
         other = [k for k in old | new if old and (k not in old or old[k] != new.get(k))]

@@ -25,11 +25,12 @@ class Failures:
         if not self.shown:
             say(f"a completion failed (MAX_FAILED_REWARDS = {self.limit}):")
             traceback.print_exception(error)
-        self.shown, self.waiting = True, self.waiting + 1  # until count() counts it
+        self.shown, self.waiting = True, self.waiting + 1  # until its group is counted
         if sum(self.last) + self.waiting > self.limit:
             raise error
 
-    def count(self, failed):
-        """Counts rewarded completions; `failed` holds a bool for each."""
+    def count(self, failed, waiting):
+        """Counts a group's completions; `failed` holds a bool for each. `waiting` conversations of
+        other groups have failed, too."""
         self.last += failed
-        self.waiting = max(0, self.waiting - sum(failed))
+        self.waiting = waiting

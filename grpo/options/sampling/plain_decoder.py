@@ -3,7 +3,7 @@ slow, but right for any causal model. decoder.py explains the methods."""
 
 import torch
 
-from grpo.models import padded
+from grpo.models import padded, supported
 
 
 class PlainDecoder:
@@ -29,5 +29,7 @@ class PlainDecoder:
     def _logits(self, sequences):
         ids = padded(sequences, self.model.device)  # on the right, which a causal model never sees
         last = torch.tensor([len(s) - 1 for s in sequences], device=ids.device)
-        logits = self.model(input_ids=ids, use_cache=False).logits
-        return logits[torch.arange(len(ids), device=ids.device), last]
+        columns, at = last.unique(return_inverse=True)  # few logits, if the model can leave others
+        keep = supported(self.model, logits_to_keep=columns)
+        logits = self.model(input_ids=ids, use_cache=False, **keep).logits
+        return logits[torch.arange(len(ids), device=ids.device), at if keep else last]

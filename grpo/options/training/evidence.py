@@ -11,6 +11,7 @@
 
 import itertools
 import math
+import os
 import statistics
 from dataclasses import asdict
 
@@ -105,7 +106,9 @@ def keep_evidence(run, step, samples, metrics, why, other="sampler"):
         if dist.get_rank() == 0:
             path.unlink(missing_ok=True)  # of an earlier start
             run.folder.log(path.name, record)
-            for old in sorted(path.parent.glob("bad_step_*"))[: -run.c.IDLE_LIMIT]:
+            for old in sorted(path.parent.glob("bad_step_*"), key=os.path.getmtime)[
+                : -run.c.IDLE_LIMIT
+            ]:
                 old.unlink()
     except (OSError, SystemExit) as error:  # the check's error is the one to see
         where = f"{path} can't be written: {error}"

@@ -19,8 +19,8 @@ def why_idle(recipe, metrics, groups):
     if c.MASK_TRUNCATED and (groups or metrics["completions/clipped_ratio"] == 1):  # all of them
         why += "; raise that limit, or train on them: MASK_TRUNCATED = False"
     if metrics.get("tools/call_share") == 0:
-        why += "; reply() never returned a text: is STOP_STRINGS right, or does the model make no"
-        why += " call?"
+        why += "; reply() never returned a text: does the model make no call"
+        why += ", or is STOP_STRINGS wrong?" if c.STOP_STRINGS else "?"
     if metrics.get("rewards/failed") == 1:
         why = (
             f"no completion had a reward: {' and '.join(functions_of(recipe.task))} returned"

@@ -9,6 +9,7 @@ are only appended; no text is tokenized again. The task's ids are not trained (d
 """
 
 import functools
+import json
 import re
 import time
 from collections import deque
@@ -158,7 +159,8 @@ def bridge(tokenizer, eos_ids, last, message, options):
         reason = "it drops the model's turn or the reply"
     except jinja2.TemplateError as error:
         marked, after, reason = "", "", repr(error)
-    if not marked or "".join(reply.split()) not in "".join(after.split()):
+    texts = reply, json.dumps(reply, ensure_ascii=False)  # Llama 3 writes a tool's result as JSON
+    if not marked or not any("".join(x.split()) in "".join(after.split()) for x in texts):
         raise SystemExit(
             f"the chat template of MODEL = {tokenizer.name_or_path!r} can't continue a chat with"
             f" the reply {plain!r:.200} ({reason}): end the model's turns with STOP_STRINGS,"

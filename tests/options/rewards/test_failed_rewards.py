@@ -60,8 +60,8 @@ def test_failed_rewards_do_not_apply_until_there_are_too_many(capfd, alone):
 def test_old_failures_are_forgotten():
     failures = Failures(1)
     failures.take(ValueError())
-    failures.count([True])
-    failures.count([False] * 200)
+    failures.count([True], 0)
+    failures.count([False] * 200, 0)
     failures.take(ValueError())
     with pytest.raises(ValueError):
         failures.take(ValueError())  # of the same group

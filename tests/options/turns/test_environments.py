@@ -117,6 +117,12 @@ def test_an_environment_that_fails_ends_its_conversation_alone(tokenizer):
     found = {g.index: [(len(s.text), s.rewards["reward"]) for s in g.samples] for g in groups}
     assert found[0] == found[2] == [(9, 5.0)] * 2
     assert repr(found[1]) == repr([(1, math.nan)] * 2)
+    recipe.failures.limit = 4
+    recipe.task.rewards = lambda item, turns: 1 / (len(turns) - 1)  # fails in the same two
+    for _ in range(2):
+        recipe.failures.last.clear()
+        sampled(actor, recipe, iter(recipe.prompts[1:2]))
+        assert (recipe.failures.waiting, sum(recipe.failures.last)) == (0, 2)
 
 
 def test_all_are_closed_if_the_stream_is_not_read_to_its_end(tokenizer):

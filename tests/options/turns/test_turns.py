@@ -187,6 +187,14 @@ def test_options_of_the_template_reach_the_bridge(tokenizer):
         assert tokenizer.decode(ids).startswith("\n<|im_start|>user\nless<|im_end|>")
 
 
+def test_a_reply_that_the_template_writes_as_json_is_no_lost_reply(tokenizer):
+    """Llama 3 writes a tool's result so, even a text."""
+    write = "{% for m in messages %}{{ m.content | tojson if m.role == 'tool' else m.content }}"
+    tokenizer.chat_template, eos = write + "{% endfor %}", tokenizer.eos_token_id
+    ids = bridge(tokenizer, {eos}, eos, message('say "é"\ntwice', "tool"), {})
+    assert tokenizer.decode(ids) == r'"say \"é\"\ntwice"'
+
+
 @pytest.mark.parametrize("template", [
     "{% for m in messages if m.role != 'user' or loop.first %}{{ m.content }}{% endfor %}",
     "{{ messages[-1].content }}",  # no turn of the model's
