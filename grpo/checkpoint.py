@@ -77,13 +77,13 @@ def save_run(run):
     dist.barrier()
     with naming_run_dir(folder):
         files += write_rank(run, draft / "trainer")
-        mine = {str(path.relative_to(draft)): size_on_disk(path) for path in files}
-    sizes = gathered(mine)
+    sizes = gathered({str(path.relative_to(draft)): path.stat().st_size for path in files})
     for last in (False, True):  # last: rank 0's folder, the only one with the model
         if leader and (rank == 0) == last:
             text = json.dumps(state | {"files": sizes}, indent=1)
             with naming_run_dir(folder):
                 state_file(draft).write_text(text)
+            os.sync()  # a power cut must not lose it after older ones are deleted
             draft.rename(final)
         dist.barrier()
     say(f"saved {final}")
@@ -167,13 +167,6 @@ def write_rank(run, trainer):
 def place_of(run):
     """Returns the place of a run between two updates, for back_if_failed."""
     return dict(vars(run.progress)), run.stream.position
-
-
-def size_on_disk(path):
-    """Returns a file's size, once a power cut can't lose it: older checkpoints are deleted then."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-    return path.stat().st_size
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@ token, chat roles, arguments of forward, and what a cache holds."""
 
 import contextlib
 import functools
-import hashlib
 import inspect
 import json
 import math
@@ -175,26 +174,6 @@ def load_model(name, dtype, vocab_size, bits=16):
             " the tokenizer that belongs to the model into its folder"
         )
     return model.to(device).eval(), dtype
-
-
-WEIGHTS = 256  # of each parameter of a model, about, that its hash reads
-
-
-def weights_of(model):
-    """Returns a hash of a model's configuration and of a sample of its weights: equal for one model
-    under two names, at the hub and in a folder, in bfloat16 and in float32. Adapters do not count,
-    nor do weights of 4 bits (uint8), which a GPU may round otherwise."""
-    config = model.config.to_dict()
-    # How it was saved and loaded
-    of_file = ("dtype", "torch_dtype", "transformers_version", "quantization_config")
-    config = {k: v for k, v in config.items() if not k.startswith("_") and k not in of_file}
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, weight in model.named_parameters():
-        if ".lora_" not in name and weight.is_floating_point():
-            flat = weight.detach().flatten()
-            few = flat[:: max(1, len(flat) // WEIGHTS)].to(torch.bfloat16)
-            digest.update(few.view(torch.int16).cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def check_context(c, config=None, constant="MODEL"):

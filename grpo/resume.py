@@ -16,7 +16,6 @@ import torch.distributed as dist
 from grpo.checkpoint import load, newest, point
 from grpo.constants import is_same
 from grpo.log import say
-from grpo.models import weights_of
 from grpo.ranks import gathered
 from grpo.report import RunFolder, commit, naming_run_dir
 
@@ -87,14 +86,13 @@ def lock_run(folder, name=".lock"):
 
 
 # --- What a run is trained on -----------------------------------------------------------
-def data_of(recipe, model, server=None):
-    """Collective: returns hashes of the prompts' ids, the task's file and MODEL, and the server's
-    hash of its model, by name. SystemExit if they differ between ranks."""
+def data_of(recipe):
+    """Collective: returns hashes of the prompts' ids and of the task's file, by name. SystemExit if
+    they differ between ranks."""
     ids = json.dumps([[index, ids] for index, _, ids in recipe.prompts]).encode()
     file = getattr(recipe.task, "__file__", None)
     parts = {"prompt_ids": ids, "task_file": Path(file).read_bytes() if file else b""}
     data = {name: hashlib.sha256(part).hexdigest() for name, part in parts.items()}
-    data |= {"model": weights_of(model), "server": server}
     for name, mine in data.items():
         if len(found := set(gathered(mine))) > 1:
             raise SystemExit(
@@ -111,7 +109,7 @@ def log_other_data(c, progress, stream, before, now):
     named |= {"model": f"what MODEL = {c.MODEL!r} contains"}
     for name in changed & named.keys():
         say(f"{named[name]} has changed since the checkpoint")
-    if "model" in changed and c.LORA_RANK:
+    if "model" in changed:
         raise SystemExit("the adapters need the MODEL that they were trained with")
     if "prompt_ids" in changed:
         say("the prompts have changed: their order begins anew")
@@ -163,9 +161,8 @@ def check_resumable(path, state, now):
     before = {"BASE_BITS": 16} | state["constants"]  # older checkpoints lack it
     rules = [(name, now[name], before[name]) for name in SAME]
     if state["progress"]["reference"]:  # only the checkpoint has the refreshed reference
-        rules.append(("REF_SERVER", now["REF_SERVER"], None))
-        for name in ("KL_BETA", "REFERENCE_REFRESH_STEPS"):
-            rules.append((name, now[name], now[name] or "above 0"))
+        refresh = now["REFERENCE_REFRESH_STEPS"]  # which needs a KL and no server (checks.py)
+        rules.append(("REFERENCE_REFRESH_STEPS", refresh, refresh or "above 0"))
     for name, value, must in rules:
         if not is_same(name, value, must):
             how = f" (after: python -m grpo.commands.merge {path} OUT)" * bool(before["LORA_RANK"])

@@ -163,6 +163,16 @@ def make_reporters(c, record, progress):
     return [Reporter(to, record, progress) for to in c.REPORT_TO]
 
 
+def models_of(c, policy, reference):
+    """Returns hashes of the server's model and, for adapters, of MODEL."""
+    found = {"server": reference.info.get("weights")}
+    if c.LORA_RANK:
+        from grpo.wire import weights_of
+
+        found["model"] = weights_of(policy.model)
+    return found
+
+
 def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     """Collective: returns the Run, new or resumed. `server` is a ReferenceClient, or None;
     `batch_loss` is the trainer's function, for trials."""
@@ -181,7 +191,7 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     record = as_json(vars(c) | sizes.constants() | resolved)
     engine = make_engine(c, policy, sizes.gradient_checkpointing)
     stream = Stream(recipe.prompts, c.SEED, rank, dist.get_world_size())
-    data = data_of(recipe, model=policy.model, server=reference.info.get("weights"))  # collective
+    data = data_of(recipe) | models_of(c, policy, reference)  # collective
     uses = uses_of(c, policy, sampler, engine, recipe, reference)
     say("; ".join(f"{name}: {what}" for name, what in uses.items()))
     progress = open_run(c, record, engine, stream, reference, data, uses)  # collective

@@ -11,7 +11,6 @@ import torch
 from fakes import a_group, move, tiny_policy
 
 from grpo import remote as remote_module
-from grpo.models import weights_of
 from grpo.options.training.refresh import RefreshedReference
 from grpo.proof import check_reference
 from grpo.reference import (
@@ -21,6 +20,7 @@ from grpo.reference import (
 from grpo.remote import RemoteReference
 from grpo.start import make_reference
 from grpo.waits import Refused
+from grpo.wire import weights_of
 
 MEASURED = 1e-5  # rounding of float32 over batches
 
