@@ -4,7 +4,7 @@
     python experiments/curves.py draw       # draws all trained cases: docs/curves/*.png and table
 
 All cases start from one warm start of seed 0, which the first case makes in half a minute. A case
-trains presets/demo.py with its constants and seed 0 in runs/curves/CASE.
+trains presets/demo.py with COMMON, its constants and seed 0 in runs/curves/CASE.
 """
 
 import math
@@ -19,6 +19,7 @@ TABLES = ROOT / "benchmarks/results/curves.md"
 SEED = 0
 FORMAT = {"REWARD_WEIGHTS": {"correctness": 0.0, "format": 1.0}, "SKIP_FLAT_GROUPS": "reward"}
 
+COMMON = {"PROMPTS_PER_STEP": 16}
 CASES = {
     "healthy": Case({}),
     "rate": Case({"LEARNING_RATE": 7e-3, "MASK_TRUNCATED": True}),
@@ -120,4 +121,4 @@ if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1] not in {*CASES, "draw"}:
         sys.exit(f"{__doc__}\nCases: {', '.join(CASES)}")
     name = sys.argv[1]
-    main() if name == "draw" else train(CASES[name], SEED, RUNS / name, {})
+    main() if name == "draw" else train(CASES[name], SEED, RUNS / name, COMMON)
