@@ -164,12 +164,12 @@ def make_reporters(c, record, progress):
 
 
 def models_of(c, policy, reference):
-    """Returns hashes of the server's model and, for adapters, of MODEL."""
+    """Returns hashes of the server's model and, for adapters, of MODEL's weights."""
     found = {"server": reference.info.get("weights")}
     if c.LORA_RANK:
         from grpo.wire import weights_of
 
-        found["model"] = weights_of(policy.model)
+        found["model"] = weights_of(policy.model, with_config=False)
     return found
 
 
