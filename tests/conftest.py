@@ -20,6 +20,16 @@ HELPERS = "documents fakes families helpers oracle rank_threads trainer_side"
 pytest.register_assert_rewrite(*HELPERS.split())
 
 
+SLOW = "test_nodes test_notebook test_smollm2 test_sizes test_rehearsal test_demo test_gpu_report"
+SLOW = f"{SLOW} test_recut test_recovery test_core test_main test_forks".split()
+
+
+def pytest_collection_modifyitems(items):
+    """The slowest first: one of them would run alone at the end."""
+    place = {name: i for i, name in enumerate(SLOW)}
+    items.sort(key=lambda x: (not x.get_closest_marker("long"), place.get(x.path.stem, len(SLOW))))
+
+
 def pytest_collection_finish():
     """Leaves the imported libraries out of the collections that `measured` and others make, each
     half a second."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from documents import documented_metrics
-from processes import PATIENCE, launch, records
+from processes import PATIENCE, launch, python, records
 from transformers import AutoModelForCausalLM
 
 import demo
@@ -20,22 +20,6 @@ from grpo.resume import lock_run
 from tasks import arithmetic
 
 ROOT = Path(__file__).parent.parent
-
-
-def start_demo(folder, steps):
-    short = f"RUN_DIR={folder}", f"STEPS={steps}", "WARM_STEPS=20"
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process we start inherits it
-    try:
-        return subprocess.Popen(
-            [sys.executable, "demo.py", "1", *short],
-            cwd=ROOT,
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-    finally:
-        signal.signal(signal.SIGINT, handler)
 
 
 def test_a_demo_deletes_only_what_an_earlier_one_has_made(tmp_path):
@@ -67,9 +51,9 @@ def test_a_demo_ends_with_its_server(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.long
 def test_the_demo_runs_and_leaves_what_the_readme_says(tmp_path):
-    process = start_demo(tmp_path / "run", steps=2)
-    output, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, output[-3000:]
+    ended = python("demo.py", "1", f"RUN_DIR={tmp_path}/run", "STEPS=2", "WARM_STEPS=20")
+    output = ended.stderr + ended.stdout
+    assert ended.returncode == 0, output[-3000:]
     result = json.loads(output.splitlines()[-1])
     assert result["steps"] == 2 and result["seconds"] > 0
     assert {"accuracy_before", "accuracy_after", "format_after"} <= result.keys()
@@ -103,11 +87,12 @@ def test_a_tiny_model_of_a_task_with_turns_is_trained_with_its_preset(name, tmp_
     text = (ROOT / f"presets/{name}.py").read_text()
     made, trained = map(str.split, re.findall("^python (.*)$", text, re.MULTILINE))
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(module, "WARM_STEPS", 40)
+    monkeypatch.setattr(module, "WARM_STEPS", 10)
     monkeypatch.setattr(sys, "argv", ["tasks", *made[3:-1], f"OUT={tmp_path}/model"])
     module.main(made[2])
     own = [f"MODEL={tmp_path}/model", f"RUN_DIR={tmp_path}/run", "STEPS=2", "EVAL_QUESTIONS=8"]
     own += ["SKIP_FLAT_GROUPS=False"]  # this model is seldom right
+    own += ["PROMPTS_PER_STEP=2", "GROUP_SIZE=4", "SAMPLE_BATCH=8"]
     launch(1, [sys.executable, *trained, *own], tmp_path / "log")
     steps = [record for record in records(tmp_path / "run") if "num_turns/mean" in record]
     assert len(steps) == 2 and all(1 <= record["num_turns/mean"] <= 3 for record in steps)
@@ -115,29 +100,29 @@ def test_a_tiny_model_of_a_task_with_turns_is_trained_with_its_preset(name, tmp_
     assert {r["step"] for r in records(tmp_path / "run", "samples.jsonl")} == {1, 2}
 
 
-@pytest.mark.long
-def test_the_demo_ends_all_that_it_started(tmp_path):
-    """Also where Ctrl-C is ignored, as by a shell's `&`. One is ended while server and trainer
-    still start, the other while it trains; at once, as most of their time is spent on imports."""
-    hows = {signal.SIGINT: tmp_path / "int", signal.SIGTERM: tmp_path / "term"}
-    demos = {how: start_demo(folder, steps=10_000) for how, folder in hows.items()}
-    for how, process in demos.items():
-        metrics, deadline = hows[how] / "metrics.jsonl", time.monotonic() + PATIENCE
-        family = []
-        while len(family) < 2 or (how == signal.SIGTERM and not metrics.exists()):
-            if process.poll() is not None or time.monotonic() > deadline:
-                for other in demos.values():
-                    other.terminate()
-                raise AssertionError((how, family, process.communicate(timeout=30)[0][-3000:]))
-            time.sleep(0.1)
-            family = psutil.Process(process.pid).children(recursive=True)
-        if metrics.exists():  # the GPU that was chosen is the one that is used
-            both = psutil.Process(process.pid).children()  # what those start may end meanwhile
-            assert {p.environ().get("CUDA_VISIBLE_DEVICES") for p in both} == {"0"}
+ENDS = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as by a shell's `&`
+import demo
+demo.command = lambda *_, **__: [sys.executable, "-c", "import time; time.sleep(900)"]
+demo.warm_start = lambda folder, *_: demo.Path(folder).mkdir(parents=True)
+demo.main(1, RUN_DIR=sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_the_demo_ends_all_that_it_started(how, tmp_path):
+    """Also where Ctrl-C is ignored. Both get the GPU that was chosen."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
+    command = [sys.executable, "-c", ENDS, tmp_path / "run"]
+    with subprocess.Popen(command, cwd=ROOT, env=environment) as process:
+        deadline = time.monotonic() + PATIENCE
+        while len(started := psutil.Process(process.pid).children()) < 2:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        assert {p.environ().get("CUDA_VISIBLE_DEVICES") for p in started} == {"0"}
         process.send_signal(how)
-        process.communicate(timeout=PATIENCE)
-        _, alive = psutil.wait_procs(family, timeout=60)
-        assert not alive and process.returncode != 0
+        assert process.wait(PATIENCE) != 0 and not psutil.wait_procs(started, timeout=60)[1]
 
 
 def test_arithmetic_splits_share_no_question_and_stay_the_same():

@@ -92,7 +92,7 @@ def test_what_can_not_be_saved_ends_the_run_before_its_first_step(tiny, tmp_path
                     try_save(c, policy)
 
 
-@pytest.mark.parametrize("mask, mode", [(0o002, 0o664), (0o077, 0o600)])
+@pytest.mark.parametrize("mask, mode", [(0o027, 0o640)])
 def test_all_files_have_the_mode_that_the_umask_gives(
     tiny, tmp_path, alone, monkeypatch, mask, mode
 ):

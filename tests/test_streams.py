@@ -27,7 +27,7 @@ from grpo.shared_prompt import SharedDecoder
 
 SOME = ("qwen2", "gpt2", "gemma2 wide", "mamba", "mistral")  # each kind of decoder
 FEW_ROWS = [(family, *rows) for family in SOME for rows in ((2, 1), (7, 3))]
-MORE = ("bloom", "gpt1", "lfm2", "opt", "mixtral", "gemma", "llama", "gemma3 wide", "mistral wide")
+MORE = ("bloom", "gpt1", "opt", "mixtral", "gemma3 wide")
 FEW_ROWS += [(family, 7, 3) for family in MORE]
 
 

@@ -252,16 +252,3 @@ def test_a_tools_text_never_becomes_a_special_token(tokenizer, chat):
     special = set(tokenizer.all_special_ids) | {1}
     assert [i for i in ids if i in special] == [i for i in plain if i in special]
     assert FORGED in tokenizer.decode(ids)
-
-
-def test_half_a_character_in_a_tools_text_does_not_end_a_run(tokenizer):
-    task = SimpleNamespace(
-        reply=lambda item, turns: "\ud83d 4" if len(turns) == 1 else None,
-        rewards=lambda item, turns: float("4" in turns[1]),
-    )
-    recipe, says = one_reward(task, GROUP_SIZE=1), Says("a")
-    says.tokenizer = tokenizer
-    prompts = iter([(0, ITEM, prompt_ids(tokenizer, [USER]))])
-    (group,) = sampled(says, recipe, prompts)
-    (sample,) = group.samples
-    assert sample.text == ["a", "? 4", "a"] and sample.rewards == {"reward": 1.0}

@@ -184,7 +184,7 @@ def test_an_update_tells_noise_from_a_wrong_sampler(dtype, tiny, alone):
         metrics = first_update(policy, policy, noise=noise)
         assert metrics["sampler_k3"] > 1e-3 and abs(metrics["sampler_tilt"]) < TILT / 2
         check(metrics)
-    for temperature in (0.9, 0.95, 1.05):
+    for temperature in (0.95, 1.05):
         for noise in [0.0, *noises]:
             metrics = first_update(policy, policy, temperature=temperature, noise=noise)
             assert metrics["sampler_tilt"] == pytest.approx(temperature - 1, abs=0.015)

@@ -18,7 +18,6 @@ from demo import free_port
 from grpo.commands.tiny_model import make_tokenizer
 from grpo.models import has_bfloat16
 from grpo.options.sampling.vllm_policy import VLLMPolicy
-from grpo.options.workers.policy_proof import check_proof
 from grpo.proof import MISMATCH
 from grpo.sample import Prompt
 from tasks import arithmetic
@@ -185,22 +184,6 @@ def test_a_group_leaves_when_it_ends_and_another_takes_its_place(case):
     assert ended[:2] == [1, 2] and ended.index(4) < ended.index(0)
     assert max(flight) <= 12 and flight[-1] == 0
     assert len(flight) == 4 * 5 + 40  # the last long one begins after four short ones
-
-
-def proof_of_new(case):
-    """-> the record of the new policy, with a trainer's proof of it."""
-    prompt, ids = PROMPTS[1], [60 + i for i in range(100)]
-    logps = log_probs(case.new, prompt, ids).gather(1, torch.tensor(ids)[:, None])[:, 0]
-    proof = {"prompt": prompt, "completion": ids, "logps": logps.tolist(), "dtype": "float32"}
-    return {"version": 7, "proof": proof}
-
-
-def test_a_load_is_proved_by_what_it_scores_and_by_what_it_samples(case):
-    record = proof_of_new(case)
-    with pytest.raises(RuntimeError, match="policy 7 is loaded, but differs from the trainer's"):
-        check_proof(case.policy, record)
-    case.policy.load(weights(case.new))
-    assert check_proof(case.policy, record) < 1e-9
 
 
 def test_a_load_takes_every_parameter(case):

@@ -129,10 +129,9 @@ def test_losses_and_weights_are_those_of_a_run_that_keeps_its_number_of_ranks(ti
         return launch(world, [*script, json.dumps(presets)], tmp_path / f"log_{world}")
 
     run(2, "2")
-    assert "ranks 2 -> 1" in run(1, "1", "2_to_1")
-    assert "ranks 1 -> 2" in run(2, "1_to_2")
+    assert "ranks 2 -> 1" in run(1, "2_to_1")
     assert "ranks 2 -> 3" in run(3, "2_to_3")
-    for (kind, (_, file)), name in product(KINDS.items(), ("2_to_1", "1_to_2", "2_to_3")):
+    for (kind, (_, file)), name in product(KINDS.items(), ("2_to_1", "2_to_3")):
         folder = tmp_path / kind
         found = differences(folder / name, folder / name[0], file)
         assert max(found.values()) < 1e-5, (kind, name, found)
