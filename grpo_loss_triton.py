@@ -108,14 +108,13 @@ def chunks(hidden, head, backward=False):
     memory for the gradient of the logits, which is that of the logits unless their dtypes differ.
     Without `head` the given logits are the only chunk, and are not overwritten.
 
-    A bf16 model's logits are float32 on NVIDIA's GPUs (one product) and on a CPU (after casts),
-    because rounding them to bf16 would be half of the noise between trainer and sampler. On other
-    GPUs they are bf16.
+    A bf16 model's logits are float32 (one product on NVIDIA's GPUs, elsewhere after casts), as the
+    sampler's are: rounding them to bf16 would be half of the noise between the two.
     """
     if head is None:
         yield slice(None), hidden, torch.empty_like(hidden) if backward else None
         return
-    size, dtype = chunk_rows(hidden, head), logits_dtype(hidden.device, hidden.dtype)
+    size, dtype = chunk_rows(hidden, head), logits_dtype(hidden.dtype)
     logits = hidden.new_empty(min(size, len(hidden)), len(head), dtype=dtype)
     apart = backward and dtype != hidden.dtype  # dZ has the dtype of its two products
     d_logits = torch.empty_like(logits, dtype=hidden.dtype) if apart else logits
@@ -125,15 +124,14 @@ def chunks(hidden, head, backward=False):
         yield slice(start, start + len(h)), logits[: len(h)], d_logits[: len(h)]
 
 
-def logits_dtype(device, dtype):
-    exact = dtype.itemsize == 2 and (device.type == "cpu" or is_nvidia(device))
-    return torch.float32 if exact else dtype
+def logits_dtype(dtype):
+    return torch.float32 if dtype.itemsize == 2 else dtype
 
 
 def chunk_rows(hidden, head):
     """Returns the rows per chunk, a multiple of 128, so that all chunks are about equally long. The
     two passes have the same chunks, and so the same logits to the last bit."""
-    dtype, count = logits_dtype(hidden.device, hidden.dtype), max(1, len(hidden))
+    dtype, count = logits_dtype(hidden.dtype), max(1, len(hidden))
     itemsize = dtype.itemsize + (hidden.itemsize if dtype != hidden.dtype else 0)
     most = max(128, (head.nbytes if head.is_cpu else CHUNK_BYTES) // (len(head) * itemsize))
     equal = math.ceil(count / math.ceil(count / most))
@@ -197,7 +195,7 @@ def use_triton(tensor):
 @functools.cache
 def kernels_work(device, dtype):
     """Returns whether the kernels agree with torch, on three rows, for hidden states of `dtype`."""
-    z = torch.linspace(-4, 4, 600).view(3, 200).to(device, logits_dtype(device, dtype))
+    z = torch.linspace(-4, 4, 600).view(3, 200).to(device, logits_dtype(dtype))
     ids, settings, results = torch.arange(3, device=device), (0.9, 190), []
     ways = (torch_forward, torch_backward), (triton_forward, triton_backward)
     try:

@@ -197,7 +197,8 @@ def sample_share(run, number, counts):
     """Yields this rank's share of the next `number` groups, each as soon as it is finished; adds
     their tally to `counts`."""
     rank, world, step = dist.get_rank(), dist.get_world_size(), run.progress.step
-    prompts = itertools.islice(run.stream, number // world + (rank < number % world))  # line 5
+    more = (rank - step) % world < number % world  # in turn, so that no rank is ahead in the data
+    prompts = itertools.islice(run.stream, number // world + more)  # line 5
     seed = rollout.seed_of(run.c.SEED, step, 0, rank)  # 0: as earlier versions had it
     settings = {"seed": seed, "timed": lambda: run.clock.part("reward")}
     groups = rollout.sampled_and_rewarded(run.sampler, run.recipe, prompts, **settings)

@@ -106,7 +106,7 @@ class Reference:
         vocab_size = min(facts["vocab_size"], len(model.get_input_embeddings().weight))
         self.limits = {"vocab_size": vocab_size, "max_tokens": context_of(model.config)}
         self.info = facts | {"model": c.MODEL, "dtype": dtype, "bits": c.BASE_BITS}
-        self.info["weights"] = weights_of(model)
+        self.info |= {"weights": weights_of(model), "context": self.limits["max_tokens"]}
         self.settings = {"temperature": c.TEMPERATURE, "vocab_size": vocab_size}
         self.settings["budget"] = c.SCORE_BATCH_TOKENS
 

@@ -15,7 +15,8 @@ multiply bfloat16, both run in float32 only. requirements-peers.txt describes it
 
 "accuracy": seconds of training, without evaluations, until 0.70 of the first 200 test questions are
 answered right, greedily, which is tried after every second step; 20 STEPS are planned. TRL ends
-there, and its model answers by `generate`, in float32.
+there, and its model answers by `generate`, in float32. Its schedule is transformers' with our end
+and length of the warm-up, which begins at a rate of 0.
 """
 
 import json

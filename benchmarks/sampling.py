@@ -148,6 +148,7 @@ def vllm(folder):
     )
     policy = VLLMPolicy(c, load_tokenizer(folder))
     for seed in range(case.get("rounds", 3) + 1):
+        policy.llm.reset_prefix_cache()  # as new weights do
         began = time.perf_counter()
         settings = {"max_sequences": len(prompts) * GROUP, "max_new_tokens": case["tokens"]}
         settings |= {"temperature": case["temperature"], "seed": seed}

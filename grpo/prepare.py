@@ -42,7 +42,7 @@ def prepare_task(c, *, split, shown, server=None):
 
     task, tokenizer = load_task(c.TASK), load_tokenizer(c.MODEL)
     if server:
-        server.check(c.MODEL, tokenizer, c.TEMPERATURE)
+        server.check(c, tokenizer)
     prompts, parts = load_split(c, task, split, tokenizer), {}
     if any(inspect.iscoroutinefunction(getattr(task, name, None)) for name in REWARDS):
         from grpo.options.rewards.async_rewards import start_loop

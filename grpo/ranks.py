@@ -64,9 +64,10 @@ def join_ranks(wait_limit_seconds):
         from grpo.options.gpu.nvidia import forget_pynvml
 
         forget_pynvml(os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
-    # DeepSpeed would compile an all-reduce for CPU inference, which training never calls. It takes
-    # a minute, and a compiler that may be missing. Another version may compile it all the same
-    getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
+    else:
+        # DeepSpeed would compile an all-reduce for CPU inference, which training never calls. It
+        # takes a minute, and a compiler that may be missing. Another version may compile it anyway
+        getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
     say("starting DeepSpeed; if it has to compile an op, that takes about a minute, but only once")
     stand_alone()
     # Longer than a rank waits for the server, as that error explains more

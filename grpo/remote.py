@@ -81,8 +81,8 @@ class ReferenceClient(Client):
     limit_of_body = "MAX_BODY_BYTES of ref_server.py"
     info = None  # /info's answer, once check() has accepted it
 
-    def check(self, model, tokenizer, temperature):
-        """Raises SystemExit if the reference does not fit the policy `model`."""
+    def check(self, c, tokenizer):
+        """Raises SystemExit if the reference does not fit the trainer's constants and tokenizer."""
         self.advise()
         reply = None
         try:
@@ -92,7 +92,13 @@ class ReferenceClient(Client):
             why = f"it answered /info with {text_of(reply)}" if reply else error
             raise SystemExit(f"REF_SERVER = {self.url!r} can't be used: {why}") from error
         where = f"{info.get('model')} at {self.url}"
-        check_facts(info, facts_of(tokenizer, temperature), where, model)
+        check_facts(info, facts_of(tokenizer, c.TEMPERATURE), where, c.MODEL)
+        longest = c.MAX_PROMPT_TOKENS + c.MAX_COMPLETION_TOKENS
+        if longest > (info.get("context") or longest):
+            raise SystemExit(
+                f"MAX_PROMPT_TOKENS + MAX_COMPLETION_TOKENS = {longest} exceed the context of"
+                f" {where}, {info['context']} tokens"
+            )
         self.info = info
 
     def advise(self):
@@ -102,7 +108,8 @@ class ReferenceClient(Client):
             return
         there = urlsplit(self.url)
         with contextlib.suppress(OSError, ValueError):
-            return socket.create_connection((there.hostname, there.port or 80), 2).close()
+            port = there.port or (443 if there.scheme == "https" else 80)
+            return socket.create_connection((there.hostname, port), 2).close()
         size = torch.accelerator.get_memory_info()[1] / 1e9
         for least, preset, arguments in ALONE:
             if size >= least:

@@ -14,6 +14,9 @@ from grpo.waits import Refused, TooLong
 from grpo.wire import facts_of, pack_logps
 
 INFO = {"model": "theirs", "dtype": "float32"}
+OURS = SimpleNamespace(
+    MODEL="ours", TEMPERATURE=1.0, MAX_PROMPT_TOKENS=90, MAX_COMPLETION_TOKENS=10
+)
 
 
 def answer(groups, info=INFO):
@@ -116,30 +119,37 @@ def test_a_reference_that_does_not_fit_is_refused_with_what_differs(tokenizer):
     """Log-probs of other ids, or at another temperature, would be finite numbers too."""
     info = facts_of(tokenizer, 1.0) | INFO
     client, _ = a_client(reply(200, json.dumps(info).encode()))
-    client.check("ours", tokenizer, 1.0)
+    client.check(OURS, tokenizer)
     assert client.info == info
     for name in ("tokenizer", "vocab_size", "temperature", "protocol"):
         client, _ = a_client(reply(200, json.dumps(info | {name: 0.25}).encode()))
         with pytest.raises(SystemExit, match=f"{name} 0.25"):
-            client.check("ours", tokenizer, 1.0)
+            client.check(OURS, tokenizer)
+    for context in (100, None):  # None: the model's configuration has no number
+        a_client(reply(200, json.dumps(info | {"context": context}).encode()))[0].check(
+            OURS, tokenizer
+        )
+    client, _ = a_client(reply(200, json.dumps(info | {"context": 99}).encode()))
+    with pytest.raises(SystemExit, match="= 100 exceed the context of theirs .* 99 tokens"):
+        client.check(OURS, tokenizer)
 
 
 def test_another_server_no_server_and_a_wrong_token_end_before_anything_starts(tokenizer):
     for text in (b"<html>", b"\xff", b"5"):
         with pytest.raises(SystemExit, match="REF_SERVER"):
-            a_client(reply(200, text))[0].check("ours", tokenizer, 1.0)
+            a_client(reply(200, text))[0].check(OURS, tokenizer)
     page = b"\n<!DOCTYPE html>" + b"<p>nothing here</p>" * 999
     for status, text in (200, page), (404, page), (404, b"nothing here" * 999):
         with pytest.raises(SystemExit, match="REF_SERVER.* with |REF_SERVER.*404: ") as error:
-            a_client(reply(status, text))[0].check("ours", tokenizer, 1.0)
+            a_client(reply(status, text))[0].check(OURS, tokenizer)
         assert len(str(error.value)) < 1200
         assert ("another program" in str(error.value)) == (text == page)
     with pytest.raises(SystemExit, match="REF_SERVER"):
-        ReferenceClient("nonsense://x", 1).check("ours", tokenizer, 1.0)
+        ReferenceClient("nonsense://x", 1).check(OURS, tokenizer)
     with pytest.raises(SystemExit, match="401"):
-        a_client(reply(401, b'{"error": "no or wrong token"}'))[0].check("ours", tokenizer, 1.0)
+        a_client(reply(401, b'{"error": "no or wrong token"}'))[0].check(OURS, tokenizer)
     with pytest.raises(SystemExit, match=r"ref_server\.py"):
-        ReferenceClient("http://127.0.0.1:9", 0).check("ours", tokenizer, 1.0)
+        ReferenceClient("http://127.0.0.1:9", 0).check(OURS, tokenizer)
 
 
 # --- What travels -----------------------------------------------------------------------

@@ -100,7 +100,7 @@ def advice(capsys, monkeypatch, gpus, gb):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, int(gb * 1e9)))
     with pytest.raises(SystemExit, match="REF_SERVER = 'http://127.0.0.1:9' can't be used"):
-        ReferenceClient("http://127.0.0.1:9", 0).check("a model", None, 1.0)
+        ReferenceClient("http://127.0.0.1:9", 0).check(None, None)
     return re.findall(r"^    python (.*)$", capsys.readouterr().out, re.MULTILINE)
 
 

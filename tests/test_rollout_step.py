@@ -119,10 +119,10 @@ def test_flat_groups_are_trained_when_asked(alone, skip, trained):
 
 
 def test_ranks_share_the_prompts_of_a_step(alone, monkeypatch):
-    """10 prompts on 4 ranks: 3, 3, 2 and 2; each rank draws with another seed."""
+    """10 prompts on 4 ranks: 3, 3, 2 and 2, next time others have 3; seeds differ."""
     monkeypatch.setattr(trainer.dist, "get_world_size", lambda: 4)
     counts, seeds, ids = [], set(), set()
-    for rank, step in [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)]:
+    for rank, step in [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1)]:
 
         def gather(everyone, mine):
             everyone[:] = [mine, *(type(mine)() for _ in range(3))]  # 0, or []
@@ -134,7 +134,7 @@ def test_ranks_share_the_prompts_of_a_step(alone, monkeypatch):
         counts.append(len(groups))
         seeds.add(engine.settings["seed"])
         ids |= {g.id for g in groups}
-    assert counts == [3, 3, 2, 2, 3] and len(seeds) == 5 and len(ids) == sum(counts)
+    assert counts == [3, 3, 2, 2, 2, 3] and len(seeds) == 6 and len(ids) == sum(counts)
 
 
 def test_the_references_log_probs_come_with_the_groups_that_are_trained(alone, tmp_path):

@@ -59,6 +59,7 @@ def server():
     thread = in_background(score)
     yield make_app(waiting, INFO, LIMITS, THREADS, None), waiting
     end.set()
+    waiting.put(a_request(ids_group(1)))  # `take` waits for one
     thread.join()
 
 
@@ -132,6 +133,7 @@ def test_scores_are_the_models_own_log_probs(reference, tiny):
         "dtype": "float32",
         "bits": 16,
         "weights": weights_of(tiny_policy(tiny).model),
+        "context": LIMITS["max_tokens"],
     }
     assert reference.limits == LIMITS
 
