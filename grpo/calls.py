@@ -31,8 +31,7 @@ def called(name, function, must, call, holds=lambda got: True):
     """Returns the result of `call`, which calls a task's function. Raises TaskError with the line
     if it fails, if holds(result) is false, or if timely() around it ends it."""
     try:
-        with kept(name):
-            got = call()
+        got = call()
     except BaseException as error:
         raise mistake(name, function, must, error=error) from error
     if not holds(got):
@@ -53,32 +52,6 @@ def mistake(name, function, must, given="", error=None, got=None):
     else:
         why, must = faults.described(task_file(name), must, error, got)
     return TaskError(name, function, why + given, must)
-
-
-@contextlib.contextmanager
-def kept(name):
-    """Undoes what the block, a task's code, changes in the process (shared_state), and logs it."""
-    before = shared_state()
-    try:
-        yield
-    finally:
-        in_main = threading.current_thread() is threading.main_thread()
-        if (now := shared_state()) != before and in_main:
-            from grpo.options.rewards.faults import restore
-
-            restore(task_file(name), before, now)
-
-
-def shared_state():
-    """Returns what all code of the process shares, and a run needs as it was: the folder of
-    relative paths, stdout, stderr, torch's grad mode and its default dtype."""
-    try:
-        folder = os.getcwd()
-    except FileNotFoundError:  # it has been removed
-        folder = ""
-    torch = sys.modules.get("torch")
-    modes = (torch.is_grad_enabled(), torch.get_default_dtype()) if torch else ()
-    return folder, sys.stdout, sys.stderr, *modes
 
 
 def task_file(name):

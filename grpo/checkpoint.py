@@ -57,6 +57,13 @@ def leads(folder):
     return seen.index(True) == dist.get_rank()
 
 
+def sync(folder):
+    """Waits until the files in a folder are on its disk."""
+    for path in filter(Path.is_file, folder.rglob("*")):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+
 def save_run(run):
     """Collective: saves a checkpoint of the run, unless this step has one or SAVE_STEPS is 0;
     deletes all but the newest KEEP_CHECKPOINTS, the best, and those to which links best* lead."""
@@ -83,7 +90,7 @@ def save_run(run):
             text = json.dumps(state | {"files": sizes}, indent=1)
             with naming_run_dir(folder):
                 state_file(draft).write_text(text)
-            os.sync()  # a power cut must not lose it after older ones are deleted
+            sync(draft)  # a power cut must not lose it after older ones are deleted
             draft.rename(final)
         dist.barrier()
     say(f"saved {final}")

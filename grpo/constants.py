@@ -15,17 +15,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = "grpo_ref_split.py", "ref_server.py"  # a preset may set constants of both
-GONE = {  # constants of earlier versions, and what to do instead
-    "RESUME": "a new run has a new RUN_DIR",
-    "REWARD_PROCESSES": "an async def rewards may use a pool of processes (CONTRIBUTING.md)",
-    "SAMPLES_PER_STEP": "samples.jsonl has whole groups",
-    "IS_MASK": "IS_CAP limits these tokens' factor instead of masking them",
-    "CPU_THREADS": "the environment variable OMP_NUM_THREADS sets 2 threads or more",
-    "EVAL_BATCH": "evaluations have SAMPLE_BATCH, too",
-    "REFERENCE_ON_CPU": "LORA_RANK needs no copy of MODEL, and a server has its own GPU",
-    "MAX_REFILLS": "a larger PROMPTS_PER_STEP makes up for flat groups",
-    "TENSOR_PARALLEL": "a worker's vLLM uses one GPU, as the trained model fits one",
-}
 
 
 class Constants:
@@ -205,8 +194,6 @@ def check_names(names, known, where=""):
     misspelt."""
     for name in names:
         if name not in known:
-            if name in GONE:
-                raise SystemExit(f"{where}the constant {name} is gone: {GONE[name]}")
             near = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0)[0]
             owners = [script for script in SCRIPTS if name in names_of(script)]
             why = f"{owners[0]} has it" if owners else f"did you mean {near}?"

@@ -218,15 +218,15 @@ def vocab_size_of(tokenizer):
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def stop_ids(name, tokenizer, stop_tokens):
+def stop_ids(name, tokenizer, stop_tokens, vocab_size=math.inf):
     """Returns the ids that end a completion: EOS of tokenizer, generation config and model config,
-    and the `stop_tokens` that the tokenizer knows. Raises SystemExit if there are none."""
+    and the `stop_tokens` that the tokenizer knows. SystemExit if none is below `vocab_size`."""
     config = AutoConfig.from_pretrained(name)
     stops = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
     stops.append(settings_in(name).get("eos_token_id"))
     vocab = tokenizer.get_vocab()
     stops += [vocab.get(token) for token in stop_tokens]
-    eos_ids = token_ids(*stops) & set(vocab.values())
+    eos_ids = {id for id in token_ids(*stops) & set(vocab.values()) if id < vocab_size}
     if not eos_ids:
         raise SystemExit(
             f"the model {name!r} has no EOS token, so its completions would never end: add the"

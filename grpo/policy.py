@@ -147,13 +147,13 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_string
         add_adapters(model, lora_rank)
         if bits == 16:
             contexts.append(functools.partial(MergedAdapters, model))
-    eos_ids = stop_ids(name, tokenizer, stop_tokens)
+    vocab_size = min(vocab_size, len(model.get_input_embeddings().weight))
+    eos_ids = stop_ids(name, tokenizer, stop_tokens, vocab_size)
     model.generation_config.eos_token_id = sorted(eos_ids)  # a checkpoint ends where the run did
     stops = None
     if stop_strings:
         from grpo.options.sampling.stop_strings import StopStrings
 
         stops = StopStrings(tokenizer, stop_strings)
-    vocab_size = min(vocab_size, len(model.get_input_embeddings().weight))
     more = dtype, stops, bool(lora_rank), contexts
     return Policy(name, model, tokenizer, eos_ids, vocab_size, *more)

@@ -90,8 +90,7 @@ def data_of(recipe):
     """Collective: returns hashes of the prompts' ids and of the task's file, by name. SystemExit if
     they differ between ranks."""
     ids = json.dumps([[index, ids] for index, _, ids in recipe.prompts]).encode()
-    file = getattr(recipe.task, "__file__", None)
-    parts = {"prompt_ids": ids, "task_file": Path(file).read_bytes() if file else b""}
+    parts = {"prompt_ids": ids, "task_file": getattr(recipe.task, "_grpo_code", b"")}
     data = {name: hashlib.sha256(part).hexdigest() for name, part in parts.items()}
     for name, mine in data.items():
         if len(found := set(gathered(mine))) > 1:
@@ -104,7 +103,7 @@ def data_of(recipe):
 def log_other_data(c, progress, stream, before, now):
     """Logs what has changed since a checkpoint; if it is the prompts, their order begins anew.
     `before` and `now` are Run.data. SystemExit if a checkpoint of adapters has lost its MODEL."""
-    changed = {name for name in now if now[name] != (before.get(name) or now[name])}
+    changed = {name for name in now if now[name] and now[name] != (before.get(name) or now[name])}
     named = {"task_file": f"the file of TASK = {c.TASK!r}", "server": "the server's model"}
     named |= {"model": f"what MODEL = {c.MODEL!r} contains"}
     for name in changed & named.keys():

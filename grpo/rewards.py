@@ -11,7 +11,7 @@ import math
 import numbers
 import time
 
-from grpo.calls import TooSlow, by_name, environment_rewards, kept, mistake, own, timely
+from grpo.calls import TooSlow, by_name, environment_rewards, mistake, own, timely
 from grpo.log import announced
 from grpo.sample import Group, Sample
 
@@ -89,23 +89,20 @@ def rewarded(recipe, group, futures):
     of their environments. `futures` is the result of begin_rewards. Raises TaskError if the task
     fails (a bug, not a reward), takes too long, or returns other rewards than REWARD_WEIGHTS names.
     """
-    failures, known = recipe.failures, sum(sample.failed for sample in group.samples)
-    waiting = failures and max(0, failures.waiting - known)
     found = values_of(recipe, group, futures)
     for sample, values in zip(group.samples, found, strict=True):
         sample.rewards = floats_of(recipe, group.item, sample.text, values)
         sample.total = total_of(recipe, sample)
         sample.environment = None  # values of the task's, of any type: ranks send each other floats
-    if failures:
-        failures.count([values is None for values in found], waiting)
+    if recipe.failures:
+        recipe.failures.count([values is None for values in found])
 
 
 def reward_texts(recipe, item, texts):
     """Returns the rewards that sampled completions with these texts would get. If an environment
     rewards a completion, its turns are played again."""
     group = group_of(recipe, item, texts)
-    with kept(recipe.c.TASK):
-        rewarded(recipe, group, begin_rewards(recipe, group))
+    rewarded(recipe, group, begin_rewards(recipe, group))
     return [sample.rewards for sample in group.samples]
 
 

@@ -13,7 +13,6 @@ from collections import deque
 
 import torch
 
-from grpo.calls import kept
 from grpo.rewards import begin_rewards, rewarded
 from grpo.sample import Group, Prompt
 
@@ -77,13 +76,12 @@ def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.null
             rewarded(recipe, group, futures)
         return group
 
-    with kept(recipe.c.TASK):
-        for group in sampled(policy, recipe, prompts, seed=seed):
-            waiting.append((group, begin_rewards(recipe, group)))
-            while waiting and all(future.done() for future in waiting[0][1].values()):
-                yield finish(*waiting.popleft())
-        while waiting:
+    for group in sampled(policy, recipe, prompts, seed=seed):
+        waiting.append((group, begin_rewards(recipe, group)))
+        while waiting and all(future.done() for future in waiting[0][1].values()):
             yield finish(*waiting.popleft())
+    while waiting:
+        yield finish(*waiting.popleft())
 
 
 def seed_of(*parts):

@@ -73,7 +73,8 @@ def stream_groups(
             running = Running(max_new_tokens, eos_ids, stop_strings, model.device)
             decoder = make_decoder(model, max_new_tokens, longest_prompt)
         room = groups_to_admit(running, decoder, max_sequences, group_size)
-        new = joining(running, decoder, next_prompts(prompts, room), group_size)
+        check_ids(new := next_prompts(prompts, room), vocab_size)
+        new = joining(running, decoder, new, group_size)
         # Dropping copies the cache too: we drop many at once, or with an admission, which copies it
         many = running.ended > len(running.rows) // decoder.compaction
         if many or (new and running.ended):
@@ -97,6 +98,16 @@ def stream_groups(
 def next_prompts(prompts, most):
     """Returns the prompts of an iterator up to its first None, at most `most` of them."""
     return list(itertools.takewhile(bool, itertools.islice(prompts, most)))
+
+
+def check_ids(prompts, vocab_size):
+    """Raises SystemExit if a prompt has an id without an embedding (models.FOREIGN_IDS)."""
+    for prompt in prompts:
+        if (id := max(prompt.ids)) >= vocab_size:
+            raise SystemExit(
+                f"a prompt has the token {id}, for which the model has no embedding: resize the"
+                " model's embeddings, or leave the token out of prompts and chat template"
+            )
 
 
 def joining(running, decoder, new, group_size):

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grpo.calls import TaskError, called, environment_rewards, has_turns, kept, own, task_file
+from grpo.calls import TaskError, called, environment_rewards, has_turns, own, task_file
 from grpo.constants import real
 from grpo.log import say
 from grpo.rewards import begin_rewards, group_of, values_of
@@ -50,6 +50,8 @@ def load_task(name):
         from grpo.options.turns.tools import give_tools
 
         give_tools(name, task)
+    with contextlib.suppress(AttributeError, OSError):
+        task._grpo_code = Path(task.__file__).read_bytes()  # the file may change during the run
     return task
 
 
@@ -125,9 +127,10 @@ class Recipe:
         if weights is None:
             empty = None
             while empty is None:  # until it does not fail, or has failed too often
-                with kept(c.TASK):
-                    group = group_of(self, self.prompts[0].item, [""])
-                    (empty,) = values_of(self, group, begin_rewards(self, group))
+                group = group_of(self, self.prompts[0].item, [""])
+                (empty,) = values_of(self, group, begin_rewards(self, group))
+                if empty is None:
+                    self.failures.count([True])
             weights = dict.fromkeys(empty, 1.0)
         if c.REWARD_WEIGHTS == {}:  # rewards are only logged, and OUTCOME evaluated
             weights = dict.fromkeys(weights, 0.0)

@@ -142,7 +142,6 @@ def unpack_group(body):
     )
     for name, kind in METADATA.items():
         require(type(meta.get(name)) is kind, f"{name} must be of the type {kind.__name__}")
-    check_group(meta, tensors)
     names, lengths = meta.pop("reward_names"), tensors["completion_lengths"].tolist()
     ids, logps = (
         [part.tolist() for part in tensors[name].split(lengths)]
@@ -186,30 +185,6 @@ def read_blob(blob, what, dtypes, optional=frozenset(), protocol=None):
 def require(holds, reason):
     if not holds:
         raise ValueError(reason)
-
-
-def check_group(meta, tensors):
-    """Raises ValueError with the reason if the parts of a group's blob do not fit one another."""
-    lengths, names = tensors["completion_lengths"], meta["reward_names"]
-    check_parts("completion", tensors["completion_ids"], lengths)
-    unique = all(type(x) is str for x in names) and len(set(names)) == len(names)
-    require(unique, "reward_names must be different texts")
-    for name in ("version", "noise"):  # NaN is refused, too
-        require(meta[name] >= 0, f"{name} must be 0 or more, got {meta[name]}")
-    require(meta["outcome"] in names, f"outcome must be in reward_names, got {meta['outcome']!r}")
-    G, N = len(lengths), len(tensors["completion_ids"])
-    shapes = {"logps": (N,), "is_model_token": (N,), "truncated": (G,), "tool_calls": (G, 2)}
-    shapes |= {"rewards": (G, len(names))}
-    for name, shape in shapes.items():
-        if (tensor := tensors.get(name)) is not None:  # is_model_token may be missing
-            require(tensor.shape == shape, f"{name} must be {shape}, got {tuple(tensor.shape)}")
-            # A NaN reward does not apply
-            bad = tensor.isinf() if name == "rewards" else ~tensor.isfinite()
-            require(not bad.any(), f"{name} must be finite")
-    if "is_model_token" in tensors:
-        masks = tensors["is_model_token"].split(lengths.tolist())
-        ends = all(mask[0] and mask[-1] for mask in masks)
-        require(ends, "a completion must begin and end with a token that the model sampled")
 
 
 def sha256_of(path) -> str:

@@ -29,6 +29,7 @@ ANCHOR = re.compile(rf"(?im)(?:answer\b[^.:=\d]{{0,40}}?(?:\b(is)\b|:|=) ?:?|^A:
 # After "Answer:" a reasoning may begin: "She sells 9 eggs. So ...", "9 * 2 = 18 a day. So ...". It
 # does not if a number comes first ("18 dollars", "x = 18"), or if a sentence is the whole paragraph
 COMMITTED = re.compile(r"(?i)(?:\\[a-z]+|[a-z]\b|\W)*+\d[^=]*$|[^=]*\n\n")
+SUM = re.compile(r"(?:[-+*/×÷]|\bx\b)\s?[^\s=\d]{0,9}\d")  # "3 + 5", but not "If x"
 # --- Which number it is ---
 UNITS = [  # of one dimension each
     r"decades?|years?|yrs?|months?|weeks?|days?|d|hours?|hrs?|h|minutes?|mins?|m|seconds?|secs?|s",
@@ -53,7 +54,7 @@ BARE = rf"(?:h|hrs?|hours?|feet|foot|ft|m|lbs?|pounds?|dozens?){WHOLE}(?=[ -]*(?
 TWO_UNITS = rf"(?i){AMOUNT}(?:{'|'.join(PAIRS)}|{BARE}(?:[^\w\s]|$)))", "0, 0, "  # a list instead
 CLEAN = [(re.compile(pattern, re.DOTALL), to) for pattern, to in (
     (r"<<.*?>>", ""),  # GSM8K's calculator notes
-    ("[\u2212\u2013\u2014]", "-"),  # minus, en dash, em dash
+    ("\u2212|[\u2013\u2014](?=[\\d.$€£])", "-"),  # minus; en and em dash as one
     (r"\\(?:text|textbf|mathrm|mathbf|boxed)\s*\{([^{}]*)\}", r" \1 "),
     (r"(?<=\d)(?:\{,\}|,?\\[,!])(?=\d{3}(?!\d))", ","),  # 70{,}000 and 70,\!000
     (r"\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)(\d))", r" \1\3/\2\4"),  # 2\frac{1}{2}
@@ -123,7 +124,8 @@ def final_answer(text):
     marked = HASHES.findall(text) or BOXED.findall(text) or anchored(text) or block and [text]
     numeric = [s for s in re.split(rf"[.!?](?=\s|$)|\n(?:{SPACE}- )?", text) if re.search(r"\d", s)]
     answer = (marked or numeric or [""])[-1].strip()
-    return answer, bool(marked) or "=" in answer  # "3 + 5 = 8 new limbs after 15 days"
+    # "3 + 5 = 8 new limbs after 15 days"
+    return answer, bool(marked or SUM.search(answer.rpartition("=")[0]))
 
 
 def anchored(text):

@@ -29,7 +29,8 @@ class Program(subprocess.Popen):
     def __init__(self, command, **options):
         if not shutil.which(command[0]):
             raise FileNotFoundError(f"there is no program {command[0]!r}")
-        read, self.pipe = os.pipe()  # nobody else has the pipe's other end
+        read, write = os.pipe()
+        self.pipe = os.fdopen(write, "wb")  # nobody else has this end; it ends with the object
         guarded = ["sh", "-c", GUARD, "sh", str(read), *command]
         try:
             super().__init__(guarded, pass_fds=[read], start_new_session=True, **options)
@@ -45,8 +46,7 @@ class Program(subprocess.Popen):
         """Kills the whole group, and waits for its end."""
         super().kill()
         self.wait()
-        if self.pipe is not None:
-            self.pipe = os.close(self.pipe)
+        self.pipe.close()
 
     def __exit__(self, *error):
         self.kill()

@@ -27,7 +27,6 @@ TRL's (benchmarks/results/trl_rewards.md), but what functions get differs:
 
 import asyncio
 import inspect
-import itertools
 import numbers
 from concurrent.futures import ThreadPoolExecutor
 
@@ -81,8 +80,7 @@ def group_rewards(item, completions):
 def as_messages(completion):
     """Returns a text, or the texts of several turns, as messages."""
     turns = [completion] if isinstance(completion, str) else completion
-    roles = itertools.cycle(["assistant", "user"])
-    return [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
+    return [{"role": ("assistant", "user")[i % 2], "content": x} for i, x in enumerate(turns)]
 
 
 def values_of(name, function, result, number):

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 
 from grpo import checkpoint, report, resume
 from grpo.rollout import Stream
-from grpo.task import module_at as load_task_file
+from grpo.task import load_task
 
 RUN = {  # the constants that checkpoints look at
     "MODEL": "a", "LORA_RANK": 0, "BASE_BITS": 16, "DTYPE": "auto", "TASK": "t", "STEPS": 5,
@@ -198,19 +198,19 @@ def test_other_prompts_have_a_new_order_and_another_file_is_named(
 
 
 def test_the_hashes_are_of_the_prompts_ids_and_of_the_tasks_file(tmp_path, alone):
-    file, other = tmp_path / "a_task_of_this_test.py", tmp_path / "other.py"
-    file.write_bytes(b"\xef\xbb\xbfx = 1")  # Notepad's BOM
-    task, none = load_task_file(str(file)), SimpleNamespace()
+    file = tmp_path / "a_task_of_this_test.py"
+    functions = "\nload = messages = rewards = print"
+    file.write_bytes(b"\xef\xbb\xbfx = 1" + functions.encode())  # Notepad's BOM
+    task, none = load_task(str(file)), SimpleNamespace()
     hashes = lambda task, item, ids: resume.data_of(
         SimpleNamespace(task=task, prompts=[(0, item, ids)])
     )
     first = hashes(task, {"answer": 4}, [5, 6])
-    other.write_text("x = 1")
+    file.write_text("x = 2" + functions)  # while the run goes on
     assert hashes(task, {"answer": object()}, [5, 6]) == first
     assert hashes(task, {}, [6, 5])["prompt_ids"] != first["prompt_ids"]
     assert hashes(none, {}, [5, 6]) == first | {"task_file": hashes(none, {}, [5])["task_file"]}
-    file.write_text("x = 2")
-    assert hashes(task, {}, [5, 6])["task_file"] != first["task_file"]
+    assert hashes(load_task(str(file)), {}, [5, 6])["task_file"] != first["task_file"]
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
@@ -533,9 +533,6 @@ def a_reference(value):
     return model
 
 
-FIXED = [{"REFERENCE_REFRESH_STEPS": 0}]
-
-
 def test_a_refreshed_reference_is_part_of_a_checkpoint(tmp_path, alone):
     """A server has MODEL; without a reference it would be lost at the next checkpoint."""
     fixed, refreshed = tmp_path / "fixed", tmp_path / "refreshed"
@@ -543,10 +540,9 @@ def test_a_refreshed_reference_is_part_of_a_checkpoint(tmp_path, alone):
         save(folder, 3, model=a_reference(2.0), reference=step)
         opened(folder, model := a_reference(1.0))
         assert model.weight.item() == (2.0 if step else 1.0)
-    for changes in FIXED:
-        opened(fixed, **changes)
-        with pytest.raises(SystemExit, match=next(iter(changes))):
-            opened(refreshed, **changes)
+    opened(fixed, REFERENCE_REFRESH_STEPS=0)
+    with pytest.raises(SystemExit, match="REFERENCE_REFRESH_STEPS"):
+        opened(refreshed, REFERENCE_REFRESH_STEPS=0)
     assert not (fixed / "step_000003/trainer/reference.safetensors").exists()
     os.truncate(refreshed / "step_000003/trainer/reference.safetensors", 9)
     assert checkpoint.examine(refreshed / "step_000003")[1]  # as any file of a checkpoint

@@ -99,7 +99,6 @@ def test_help_is_the_usage(given, capsys):
     [
         ("ref_server.py MODEL=./nowhere", "MODEL = './nowhere'"),
         ("grpo_ref_split.py MODLE=3", "MODEL"),
-        ("grpo_ref_split.py IS_MASK=True", "IS_CAP"),
         ("grpo_ref_split.py MODEL=runs/nowhere/final", "MODEL = 'runs/nowhere/final'"),
         ("grpo_ref_split.py GROUP_SIZE=four", "GROUP_SIZE = 'four'"),
         ("grpo_ref_split.py TASK=my/tusk.py", "my/tusk.py"),

@@ -19,7 +19,7 @@ from grpo import models
 from grpo.commands.merge import merge
 from grpo.models import check_context, load_model, prompt_ids
 from grpo.policy import load_policy
-from grpo.sample import Sample
+from grpo.sample import Prompt, Sample
 
 
 def test_a_chat_is_templated_once_and_a_role_it_does_not_know_is_folded_in(tokenizer):
@@ -128,9 +128,15 @@ def test_an_id_of_the_tokenizer_without_an_embedding_is_never_sampled(tiny, tmp_
     policy = tiny_policy(tiny)
     policy.model.resize_token_embeddings(policy.vocab_size - 1)
     policy.save(tmp_path)
-    assert load_policy(str(tmp_path), policy.tokenizer, "float32").vocab_size == (
-        policy.vocab_size - 1
-    )
+    short = load_policy(str(tmp_path), policy.tokenizer, "float32")
+    last = policy.vocab_size - 1
+    assert short.vocab_size == last
+    settings = {"group_size": 1, "max_sequences": 1, "longest_prompt": 2, "max_new_tokens": 1}
+    asked = [Prompt("key", [5, last])]
+    with pytest.raises(SystemExit, match=f"the token {last}, for which"):
+        next(short.stream(iter(asked), seed=0, temperature=1.0, **settings))
+    with pytest.raises(SystemExit, match="no EOS token"):
+        models.stop_ids(str(tiny), policy.tokenizer, [], min(short.eos_ids))
 
 
 def test_the_context_is_that_of_the_text_and_what_long_ropes_positions_allow():

@@ -17,7 +17,7 @@ from grpo.calls import TaskError
 from grpo.options.workers.shared_settings import settings_of
 from grpo.prepare import preview
 from grpo.rewards import reward_texts
-from grpo.task import ids_of, load_items, load_split, load_task
+from grpo.task import ids_of, load_split, load_task
 
 QUESTION = {"question": "Why?"}
 
@@ -269,16 +269,6 @@ def test_a_helper_that_python_does_not_find_is_named_with_the_cure(
         load_task(str(tmp_path / "mine.py"))
     cure = "it must import a file of its folder by its name, as in `import helper`, and choose"
     assert (cure in str(error.value)) == ("nothing" not in line and "no_such" not in line)
-
-
-def test_a_helper_that_is_missed_in_a_call_is_named_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "random.py").write_text("def questions(): ...\n")
-    source = GOOD.replace("return [{'city': 'Rome'}]", "import random; return random.questions()")
-    (tmp_path / "mine.py").write_text(source)
-    task = load_task(str(tmp_path / "mine.py"))
-    with pytest.raises(TaskError, match=r"load\('train'\) .*AttributeError.*choose a name that no"):
-        load_items(str(tmp_path / "mine.py"), task, "train")
 
 
 # --- What is shown at the start -------------------------------------------------------

@@ -145,35 +145,11 @@ def test_an_answer_that_does_not_fit_its_groups_is_refused():
 
 
 # --- Groups that do not fit -------------------------------------------------------------
-BAD = [
-    {"truncated": None},
-    {"logps": -torch.ones(6).bfloat16()},
-    {"completion_lengths": int32(3, 1, 1)},
-    {"logps": -torch.ones(7)},
-    {"rewards": torch.zeros(2, 3)},
-    {"tool_calls": torch.zeros(3, dtype=torch.int32)},
-    {"is_model_token": torch.ones(5, dtype=torch.bool)},
-    {"is_model_token": torch.arange(6) > 0},  # it begins with a token of the task
-    {"rewards": torch.full((3, 2), torch.inf)},
-    {"logps": torch.full((6,), torch.nan)},
-    {"protocol": PROTOCOL - 1},
-    {"outcome": "reward"},
-    {"reward_names": ["correct", "b", "c"]},  # the rewards have two columns
-    {"reward_names": ["correct", 2]},
-    {"reward_names": ["correct", "correct"]},
-    {"completion_lengths": int32()},
-    {"version": "7"},
-    {"index": None},
-    {"run": ["run"]},
-    {"id": "\ud800"},
-    {"version": -1},
-    {"noise": -1.0},
-    {"noise": math.nan},
-]
-
-
-@pytest.mark.parametrize("wrong", BAD, ids=range(len(BAD)))
-def test_a_group_that_does_not_fit_itself_is_refused(wrong):
+@pytest.mark.parametrize("wrong", [
+    {"truncated": None}, {"logps": -torch.ones(6).bfloat16()}, {"protocol": PROTOCOL - 1},
+    {"version": "7"}, {"index": None}, {"run": ["run"]}, {"id": "\ud800"},
+])  # fmt: skip
+def test_a_group_without_a_part_or_of_another_type_is_refused(wrong):
     with pytest.raises(ValueError):
         unpack_group(blob(**wrong))
     unpack_group(blob())

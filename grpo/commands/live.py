@@ -35,9 +35,12 @@ def read(path):
     try:
         stat = path.stat()
         now = stat.st_ino, stat.st_size, stat.st_mtime_ns
-        if LAST.get(path, (None,))[0] != now:
-            LAST[path] = now, parsed(path, stat.st_size)
-        return LAST[path][1], stat.st_ino
+        kept, records = LAST.get(path, (None, None))
+        if kept != now:
+            LAST[path] = now, (records := parsed(path, stat.st_size))
+            for old in list(LAST)[: -2 * MAX_COMPARED]:  # a chart shows that many files at most
+                LAST.pop(old, None)
+        return records, stat.st_ino
     except OSError:
         return {}, None
 
@@ -80,7 +83,7 @@ def chart(records, name):
 def step_seconds(records, updates):
     """Returns the median wall time of the last steps, or None; a single pause has no effect. It is
     a mean over the `updates` of a rollout, of which the first also samples."""
-    last = [(record["step"], record["time"]) for record in records[-40:] if "time" in record]
+    last = [(r["step"], r["time"]) for r in records[-40 - updates :] if "time" in r]
     pairs = zip(last, last[updates:], strict=False)
     laps = [(t1 - t0) / (s1 - s0) for (s0, t0), (s1, t1) in pairs]
     return statistics.median(laps) if laps else None

@@ -119,6 +119,7 @@ def compare(adapter, merged, tokenizer):
     prompts, answers = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in texts)
     vocab_size, dtype = vocab_size_of(tokenizer), settings_in(adapter, CONSTANTS)["DTYPE"]
     trained, _ = load_model(base_of(adapter), dtype, vocab_size, bits=4)
+    vocab_size = min(vocab_size, *(len(m.get_input_embeddings().weight) for m in (trained, merged)))
     merge_into(trained, adapter)
     found = []
     for model in (trained, merged):

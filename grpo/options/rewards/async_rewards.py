@@ -24,9 +24,10 @@ def start_loop(task, seconds):
             if time.monotonic() - began > seconds:  # the timer had no chance
                 raise TooSlow(f"{name}()", seconds)
             return found
-        except TimeoutError as error:
-            raise (TooSlow(f"{name}()", seconds) if timer.expired() else error) from None
-        except (SystemExit, KeyboardInterrupt) as error:  # they would end the loop's thread
+        # A Future loses a TimeoutError's line, and the others would end the loop's thread
+        except (TimeoutError, SystemExit, KeyboardInterrupt) as error:
+            if isinstance(error, TimeoutError) and timer.expired():
+                raise TooSlow(f"{name}()", seconds) from None
             ended = RuntimeError(f"{type(error).__name__}: {error}")
             raise ended.with_traceback(error.__traceback__) from error
 
@@ -36,8 +37,8 @@ def start_loop(task, seconds):
     def result(future):
         try:
             return future.result(submit.limit)
-        except TimeoutError as error:
-            raise (error if future.done() else TooSlow("the loop", seconds)) from None
+        except TimeoutError:
+            raise TooSlow("the loop", seconds) from None
 
     submit.takes = lambda name: inspect.iscoroutinefunction(getattr(task, name))
     submit.limit = seconds + GRACE_SECONDS  # for code that blocks the loop

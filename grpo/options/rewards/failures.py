@@ -2,7 +2,7 @@
 
 A completion fails if rewards(), group_rewards(), reply() or an Environment raises, or takes too
 long. Its rewards then do not apply (NaN), and its conversation ends. The first traceback is logged
-whole, later ones are counted.
+whole, later ones are counted. The failures of one group are counted together, at its end.
 """
 
 import traceback
@@ -17,20 +17,17 @@ class Failures:
     """The failed ones among the last completions of this process."""
 
     def __init__(self, limit):
-        self.limit, self.last = limit, deque(maxlen=WINDOW)
-        self.shown, self.waiting = False, 0
+        self.limit, self.last, self.shown = limit, deque(maxlen=WINDOW), False
 
     def take(self, error):
-        """Logs a failure, the first one whole. Raises it if there were too many."""
+        """Logs a failure, the first one whole. Raises it if there were too many before."""
         if not self.shown:
             say(f"a completion failed (MAX_FAILED_REWARDS = {self.limit}):")
             traceback.print_exception(error)
-        self.shown, self.waiting = True, self.waiting + 1  # until its group is counted
-        if sum(self.last) + self.waiting > self.limit:
+        self.shown = True
+        if sum(self.last) >= self.limit:
             raise error
 
-    def count(self, failed, waiting):
-        """Counts a group's completions; `failed` holds a bool for each. `waiting` conversations of
-        other groups have failed, too."""
+    def count(self, failed):
+        """Counts completions; `failed` holds a bool for each."""
         self.last += failed
-        self.waiting = waiting

@@ -1,15 +1,11 @@
 """What is wrong with a task: a function that has failed or has returned what it must not, and a
 process that its code has changed."""
 
-import ast
-import os
 import signal
 import sys
 import threading
 import traceback
 from pathlib import Path
-
-from grpo.log import say
 
 SOONER = "answer within REWARD_TIMEOUT_SECONDS; raise that constant if it needs longer, or if an"
 SOONER += " async function blocks the others"
@@ -85,51 +81,3 @@ def is_of_helper(error, folder):
     found = Path(getattr(sys.modules.get(name), "__file__", None) or "/").resolve()
     is_other = name in sys.modules and folder not in found.parents
     return "relative import" in shown(error, "{}") or (is_there and is_other)
-
-
-# --- The process -----------------------------------------------------------------------
-def set_stdout(file):
-    sys.stdout = file
-
-
-def set_stderr(file):
-    sys.stderr = file
-
-
-CHANGES = [  # of calls.shared_state: what, the call that changes it, how to do without, how to undo
-    ("the process's folder", "chdir", "absolute paths, or cwd= of a subprocess", os.chdir),
-    ("sys.stdout", "stdout", "`with contextlib.redirect_stdout(...)`", set_stdout),
-    ("sys.stderr", "stderr", "`with contextlib.redirect_stderr(...)`", set_stderr),
-    ("torch's grad mode", "set_grad_enabled", "`with torch.no_grad()`", "set_grad_enabled"),
-    ("torch's default dtype", "set_default_dtype", "dtype=", "set_default_dtype"),
-]
-logged = set()  # (file, call)
-
-
-def restore(file, before, now):
-    """Undoes what a task has changed in calls.shared_state, and logs each kind once."""
-    torch = sys.modules.get("torch")
-    before += () if before[3:] else (True, torch and torch.float32)  # as it is imported
-    for (what, call, instead, undo), old, new in zip(CHANGES, before, now, strict=False):
-        if old == new or not old:
-            continue
-        (undo if callable(undo) else getattr(torch, undo))(old)
-        if (file, call) not in logged:
-            logged.add((file, call))
-            say(
-                f"{file}: {caller_of(file, call)} changed {what} to {new}, which all code of the"
-                f" run shares, so it is {old} again: use {instead}"
-            )
-
-
-def caller_of(file, call):
-    """Returns the function of a task's file, with the line, that calls what is named `call`."""
-    module = next((sys.modules[m] for m in modules_of(file) if m in sys.modules), None)
-    tree = ast.parse(Path(module.__file__).read_text("utf-8") if module else "")
-    of = ast.FunctionDef | ast.AsyncFunctionDef
-    scopes = [(x.name + "()", x) for x in ast.walk(tree) if isinstance(x, of)]
-    for where, scope in [*reversed(scopes), ("the file", tree)]:
-        for x in ast.walk(scope):
-            if call in (getattr(x, "attr", ""), getattr(x, "id", "")):
-                return f"{where}, line {x.lineno},"
-    return "code that it calls"

@@ -28,11 +28,10 @@ def float32_logits(head, hidden):
     has no such product, and converts the factors."""
     if is_nvidia(hidden.device):
         rows = hidden.flatten(0, -2)[None]
-        logits = torch.bmm(rows, head.weight.T[None], torch.float32).view(*hidden.shape[:-1], -1)
-        return logits if head.bias is None else logits + head.bias
+        return torch.bmm(rows, head.weight.T[None], torch.float32).view(*hidden.shape[:-1], -1)
     weight = getattr(head, "float32_weight", None)
     weight = head.weight.float() if weight is None else weight
-    return linear(hidden.float(), weight, None if head.bias is None else head.bias.float())
+    return linear(hidden.float(), weight)
 
 
 class ConvertedHead:

@@ -106,9 +106,8 @@ def keep_evidence(run, step, samples, metrics, why, other="sampler"):
         if dist.get_rank() == 0:
             path.unlink(missing_ok=True)  # of an earlier start
             run.folder.log(path.name, record)
-            for old in sorted(path.parent.glob("bad_step_*"), key=os.path.getmtime)[
-                : -run.c.IDLE_LIMIT
-            ]:
+            files = sorted(path.parent.glob("bad_step_*"), key=os.path.getmtime)
+            for old in files[: -run.c.IDLE_LIMIT]:
                 old.unlink()
     except (OSError, SystemExit) as error:  # the check's error is the one to see
         where = f"{path} can't be written: {error}"

@@ -11,22 +11,22 @@ conversation. MAX_CALLS of the task limits the calls of a completion, MAX_RESULT
 a result.
 """
 
-import asyncio
 import contextlib
 import inspect
 import json
 import re
 import traceback
-from concurrent.futures import Future
 
 from transformers.utils import get_json_schema
 
 from grpo.calls import TaskError, TooSlow, called
-from grpo.log import in_background, say
+from grpo.log import say
 from grpo.options.rewards.faults import is_ctrl_c, shown
 
 MAX_RESULT_CHARS = 10_000  # the model reads so many characters of a result
 CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+# The chat template may have opened the first; one that is not closed is at the limit of tokens
+THOUGHTS = re.compile(r"\A.*?</think>|<think>.*?(</think>|\Z)", re.DOTALL)
 FORM = 'write <tool_call>{"name": "...", "arguments": {...}}</tool_call>'
 KINDS = {"string": str, "integer": int, "number": int | float, "boolean": bool}
 KINDS |= {"array": list, "object": dict}
@@ -108,7 +108,7 @@ class Tools:
         self.calls = self.failed = 0
 
     def reply(self, turn):
-        turn = turn.rpartition("</think>")[2]  # a call in the thoughts is none
+        turn = THOUGHTS.sub("", turn)  # a call in them is none
         calls = CALL.findall(turn) if self.left else []
         content = "\n".join(self.answer(*call) for call in calls)
         return {"role": self.role, "content": content} if calls else None
@@ -151,30 +151,13 @@ class Tools:
         except TypeError as error:
             raise Failed((name, "arguments"), f"{usage}: {words_of(error)}") from None
         try:
-            return text_of(finished(tool(**arguments)))
+            return text_of(tool(**arguments))
         except BaseException as error:
             if isinstance(error, TooSlow) or is_ctrl_c(error):
                 raise
             frame = traceback.extract_tb(error.__traceback__)[-1]
             kind, where = (name, type(error)), f" ({frame.filename}, line {frame.lineno})"
             raise Failed(kind, f"{usage}: {words_of(error)}", where) from None
-
-
-def finished(result):
-    """Returns a tool's result, that of an `async` one too; in a thread of its own, as a notebook's
-    main thread has a loop already."""
-    if not inspect.iscoroutine(result):
-        return result
-    future = Future()
-
-    def run():
-        try:
-            future.set_result(asyncio.run(result))
-        except BaseException as error:  # noqa: BLE001 (raised where it is awaited)
-            future.set_exception(error)
-
-    in_background(run)
-    return future.result()
 
 
 class Failed(Exception):

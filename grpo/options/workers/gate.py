@@ -100,6 +100,7 @@ class Parser(HTTPRequestParser):
         if token and not has_token(self.headers.get("AUTHORIZATION"), token):
             # Its body is not read: those of strangers could fill the memory. The app refuses it
             self.body_rcv, self.chunked, self.content_length = None, False, 0
+            self.expect_continue = False
             self.headers["CONNECTION"] = "close"
 
 

@@ -98,6 +98,8 @@ class Workers:
         for sample in group.samples:
             sample.total = total_of(self.recipe, sample)
         group.skipped = bool(tally(self.recipe, group)["skipped"])
+        for sample in group.samples if group.skipped else ():
+            sample.logps = []  # of no use any more, and almost half of the group's memory
         with self.lock:
             if group.id not in self.ids:
                 if len(self.groups) >= self.c.PROMPTS_PER_STEP and not group.skipped:
@@ -117,7 +119,8 @@ class Workers:
         if max(group.ids) >= self.policy.vocab_size:
             raise ValueError("the group has ids that the tokenizer does not have")
         longest = max(sample.length for sample in group.samples)
-        if longest > self.c.MAX_COMPLETION_TOKENS or group.noise > max(NOISE.values()):
+        noise = NOISE["float32"] if self.c.RATIO_LEVEL == "sequence" else max(NOISE.values())
+        if longest > self.c.MAX_COMPLETION_TOKENS or not group.noise <= noise:  # NaN, too
             raise ValueError("the group's completions or its noise exceed what this run allows")
 
     # --- The trainer's side -----------------------------------------------------------

@@ -10,11 +10,9 @@ SHARED += " BASE_BITS"
 
 
 def settings_of(recipe):
-    """Returns the settings, as JSON values, that the trainer publishes and workers compare. To be
-    called when the task has just been imported: later its file may be another one."""
+    """Returns the settings, as JSON values, that the trainer publishes and workers compare."""
     prompts = json.dumps([[index, ids] for index, _, ids in recipe.prompts]).encode()
-    file = getattr(recipe.task, "__file__", None)  # its rewards, as they were imported
-    code = Path(file).read_bytes() if file else b""
+    code = getattr(recipe.task, "_grpo_code", b"")  # its rewards
     settings = {name: getattr(recipe.c, name) for name in SHARED.split()} | {
         "OUTCOME": recipe.outcome,
         "REWARD_WEIGHTS": recipe.weights,

@@ -39,7 +39,8 @@ def test_a_strangers_body_is_refused_before_it_is_read():
     """Bodies that never end, of many connections, would fill the memory."""
     server = listen(an_app("secret"), "127.0.0.1", 0, 1, 10**9)
     in_background(server.run)
-    sizes = {"Content-Length": 10**8}, {"Transfer-Encoding": "chunked"}
+    sizes = [{"Content-Length": 10**8}, {"Transfer-Encoding": "chunked"}]
+    sizes.append(sizes[0] | {"Expect": "100-continue"})
     try:
         for headers in sizes:
             connection = HTTPConnection("127.0.0.1", server.effective_port, timeout=60)

@@ -15,6 +15,7 @@ from grpo.options.workers import rank_0 as workers_module
 from grpo.options.workers.policy_proof import check_proof
 from grpo.options.workers.shared_settings import settings_of
 from grpo.options.workers.worker import TrainerClient
+from grpo.proof import NOISE
 from grpo.sample import Sample
 from grpo.waits import TooLong
 from grpo.wire import sha256_of
@@ -197,6 +198,13 @@ def test_a_group_that_the_trainer_could_not_have_sampled_is_refused(side, what):
     body = sample_of(side, **FOREIGN[what])
     assert refused(call(side.app, "POST", "/group", body), 400)
     assert not side.groups
+
+
+def test_sequence_ratios_take_no_groups_of_a_sampler_with_rounding(tmp_path):
+    with serving(tmp_path / "run", RATIO_LEVEL="sequence") as side:
+        publish(side, 0)
+        for noise, status in ((NOISE["bfloat16"], 400), (NOISE["float32"], 200)):
+            assert call(side.app, "POST", "/group", sample_of(side, noise=noise))[0] == status
 
 
 # --- take() -----------------------------------------------------------------------------
