@@ -29,7 +29,7 @@ demo-tools: .venv/ready
 	    .venv/bin/python grpo_ref_split.py presets/demo.py $$words MODEL=$$model || exit 1; done
 
 test: .venv/dev-ready
-	$(PYTEST) $(MORE) -m "$(WHICH)"
+	$(PYTEST) $(ARGS) -m "$(WHICH)"
 
 test-long: .venv/dev-ready
 	$(PYTEST) -n 3 -m "long and not vllm"  # they wait for each other's processes more than they compute
@@ -51,7 +51,7 @@ pictures: .venv/ready
 	.venv/bin/python -m docs.picture runs/demo_? runs/demo_shuffled
 	.venv/bin/python -m docs.learn_pictures
 
-# the tables of docs/performance.md, with TRL in a separate venv: 20 minutes
+# the tables of docs/performance.md, with TRL in a separate venv: 19 minutes
 bench: .venv/real-ready .venv-peers/ready
 	test -d runs/smollm2_135m || .venv/bin/python -m grpo.commands.smollm2 runs/smollm2_135m
 	.venv/bin/python benchmarks/end_to_end.py runs/smollm2_135m .venv-peers/bin/python benchmarks/results/end_to_end.md

@@ -110,7 +110,7 @@ MICRO_BATCH_TOKENS = "auto"  # tokens per forward and backward; fewer save memor
 FUSED_LOSS = True  # True: log-probs in chunks (grpo_loss_triton.py); False: holds all logits
 GRADIENT_CHECKPOINTING = "auto"  # True: recomputes activations; slower, far less memory
 OFFLOAD_OPTIMIZER = False  # True: master weights, Adam states and the update are in CPU memory
-DTYPE = "auto"  # bfloat16 on a GPU (with float32 master weights), float32 on a CPU
+DTYPE = "auto"  # bfloat16 (with float32 masters) on a GPU that has it, else float32
 
 # --- Run ----------------------------------------------------------------------------
 EVAL_STEPS = 50  # steps between greedy evaluations (also at the start and the end); 0: never
@@ -197,7 +197,8 @@ def sample_share(run, number, counts):
     """Yields this rank's share of the next `number` groups, each as soon as it is finished; adds
     their tally to `counts`."""
     rank, world, step = dist.get_rank(), dist.get_world_size(), run.progress.step
-    more = (rank - step) % world < number % world  # in turn, so that no rank is ahead in the data
+    # The rest goes to other ranks each time, so that none is ahead in the data
+    more = (rank - step // run.c.UPDATES_PER_ROLLOUT) % world < number % world
     prompts = itertools.islice(run.stream, number // world + more)  # line 5
     seed = rollout.seed_of(run.c.SEED, step, 0, rank)  # 0: as earlier versions had it
     settings = {"seed": seed, "timed": lambda: run.clock.part("reward")}

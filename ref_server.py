@@ -29,7 +29,7 @@ from grpo import constants
 # the same tokenizer.
 MODEL = "Qwen/Qwen2.5-3B"
 TEMPERATURE = 1.0  # divides the logits; must be the trainer's TEMPERATURE
-DTYPE = "auto"  # bfloat16 on a GPU, float32 on a CPU; the softmax is always float32
+DTYPE = "auto"  # bfloat16 on a GPU that has it, else float32; the softmax is always float32
 BASE_BITS = 16  # 4: rounds the weights as the trainer's BASE_BITS = 4 does (needs .[bits])
 # Tokens per forward pass. More are faster and need more memory; if it runs out, the server halves
 # the batch and goes on.

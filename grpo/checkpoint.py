@@ -58,10 +58,11 @@ def leads(folder):
 
 
 def sync(folder):
-    """Waits until the files in a folder are on its disk."""
-    for path in filter(Path.is_file, folder.rglob("*")):
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
+    """Waits until a folder and all in it are on its disk."""
+    for path in (*folder.rglob("*"), folder):
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.close(file)
 
 
 def save_run(run):
@@ -90,7 +91,7 @@ def save_run(run):
             text = json.dumps(state | {"files": sizes}, indent=1)
             with naming_run_dir(folder):
                 state_file(draft).write_text(text)
-            sync(draft)  # a power cut must not lose it after older ones are deleted
+                sync(draft)  # a power cut must not lose it after older ones are deleted
             draft.rename(final)
         dist.barrier()
     say(f"saved {final}")

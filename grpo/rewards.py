@@ -46,13 +46,14 @@ def answers_of(recipe, group, futures):
     future has its own time limit; all other calls share one."""
     calls = calls_of(recipe, group)
     found = [FAILED] * len(calls)
+    failed = {number for number, sample in enumerate(group.samples) if sample.failed}
     what = f"the rewards of question {group.item.get('question', group.item)!r:.80}"
     for number, future in futures.items():
         try:
             with announced(what):
                 found[number] = recipe.submit.result(future)
         except BaseException as error:  # noqa: BLE001 (raised or counted)
-            fail(recipe, group.item, *calls[number], error)
+            fail(recipe, group.item, *calls[number], error, number, failed)
     left = [number for number in range(len(calls)) if number not in futures]
     while left:
         began, seconds = time.monotonic(), recipe.c.REWARD_TIMEOUT_SECONDS
@@ -67,12 +68,14 @@ def answers_of(recipe, group, futures):
                     left.pop(0)
         except BaseException as error:  # noqa: BLE001 (raised or counted)
             if left:  # else the alarm rang after the last call
-                fail(recipe, group.item, *calls[left.pop(0)], error)
+                number = left.pop(0)
+                fail(recipe, group.item, *calls[number], error, number, failed)
     return found
 
 
-def fail(recipe, item, function, seen, error):
-    """Raises a TaskError if a call must not fail, or too many have failed (MAX_FAILED_REWARDS)."""
+def fail(recipe, item, function, seen, error, number, failed):
+    """Raises a TaskError if a call must not fail, or too many have failed (MAX_FAILED_REWARDS).
+    `number` is the call's, `failed` has the numbers of the group's completions that have failed."""
     kind = "completions" if function == "group_rewards" else "completion"
     given = f"; question {item!r:.500}, {kind} {seen!r:.500}"
     must = f"take (item, {kind}) and reward any"
@@ -80,7 +83,9 @@ def fail(recipe, item, function, seen, error):
     if not recipe.failures:
         raise failure from error
     failure.__cause__ = error
-    recipe.failures.take(failure)
+    if number not in failed:  # else its conversation has failed, too
+        recipe.failures.take(failure, len(failed))
+        failed.add(number)
 
 
 # --- What is made of it -----------------------------------------------------------------

@@ -50,8 +50,9 @@ def load_task(name):
         from grpo.options.turns.tools import give_tools
 
         give_tools(name, task)
-    with contextlib.suppress(AttributeError, OSError):
-        task._grpo_code = Path(task.__file__).read_bytes()  # the file may change during the run
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        if not hasattr(task, "_grpo_code"):  # the file may change during the run
+            task._grpo_code = Path(task.__file__).read_bytes()
     return task
 
 

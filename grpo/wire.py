@@ -135,7 +135,7 @@ def pack_group(group) -> bytes:
 
 
 def unpack_group(body):
-    """Returns the checked Group in a blob, without its item. Raises ValueError with the reason if
+    """Returns the Group in a blob, without its item. Raises ValueError with the reason if
     the blob is malformed."""
     meta, tensors = read_blob(
         body, "with a group in it", TENSORS, optional={"is_model_token"}, protocol=PROTOCOL

@@ -30,7 +30,7 @@ class Program(subprocess.Popen):
         if not shutil.which(command[0]):
             raise FileNotFoundError(f"there is no program {command[0]!r}")
         read, write = os.pipe()
-        self.pipe = os.fdopen(write, "wb")  # nobody else has this end; it ends with the object
+        self.pipe = os.fdopen(write, "wb")  # nobody else has this end
         guarded = ["sh", "-c", GUARD, "sh", str(read), *command]
         try:
             super().__init__(guarded, pass_fds=[read], start_new_session=True, **options)

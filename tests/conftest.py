@@ -1,6 +1,7 @@
 """What the tests share: one thread, no network, and a tiny model in Hugging Face format."""
 
 import gc
+import itertools
 import os
 import sys
 import time
@@ -20,14 +21,14 @@ HELPERS = "documents fakes families helpers oracle rank_threads trainer_side"
 pytest.register_assert_rewrite(*HELPERS.split())
 
 
-SLOW = "test_nodes test_notebook test_smollm2 test_sizes test_rehearsal test_demo test_gpu_report"
-SLOW = f"{SLOW} test_recut test_recovery test_core test_main test_forks".split()
-
-
 def pytest_collection_modifyitems(items):
-    """The slowest first: one of them would run alone at the end."""
-    place = {name: i for i, name in enumerate(SLOW)}
-    items.sort(key=lambda x: (not x.get_closest_marker("long"), place.get(x.path.stem, len(SLOW))))
+    """Deals the long tests out, as xdist gives each worker a part of the list, in order."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    long = [item for item in items if item.get_closest_marker("long")]
+    rest = [item for item in items if not item.get_closest_marker("long")]
+    size = -(-len(rest) // workers)
+    parts = [long[i::workers] + rest[i * size : (i + 1) * size] for i in range(workers)]
+    items[:] = itertools.chain(*parts)
 
 
 def pytest_collection_finish():

@@ -52,7 +52,7 @@ rank = dist.get_rank()
 with ranks.explained():
     for step in range(3):
         if step == 1:  # not before all have started, which may take long
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4))
         if (rank, step) == (1, 1):
             print("rank 1 sleeps", flush=True)
             time.sleep(2000)

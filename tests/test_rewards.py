@@ -26,7 +26,7 @@ RIGHT = {  # gold: what stands between the answer tags
     "70000": ["70,000", "70{,}000", r"70\,000", r"70,\!000"],
     "70,000": ["70000"],
     "1234567": ["$1,234,567"],
-    "-7": ["-7", "\u22127", "- 7", "(-7)", "minus 7", "Negative $7", "–7", "—7", "-Rs.7"],
+    "-7": ["-7", "\u22127", "- 7", "(-7)", "minus 7", "Negative $7", "–7", "—7", "-Rs.7", "–¥7"],
     "5": ["$5", r"\$5", "5€", "US$5", "5.00", "x = 5"],
     "-5": ["-$5", "-USD 5", "-US$5", "$-5", "\u2212$5"],
     "5.00": ["5"],
@@ -101,7 +101,8 @@ UNTAGGED = {  # gold: a whole completion without (complete) tags
         "Answer:\n– 18 eggs", "Answer: — 18 dollars", "The total is 18\n– 18 dollars",
         "<answer>– 18</answer>",
     ],
-    "15": ["So 3 x 5 = 15 limbs after 20 days."],
+    "15": ["So 3 x 5 = 15 limbs after 20 days.", r"So 3 \times 5 = 15 after 20 days."],
+    "13": ["So 16 \u2212 3 = 13 eggs after 2 days.", "In total = 13 eggs in 3 boxes"],
     "8": ["It would grow 5 + 3 = <<5+3=8>>8 new limbs after 15 days."],
     "4": ["12 apples were in 3 boxes. So 4 each."],
     "70000": ["#### 70,000"],
@@ -163,7 +164,7 @@ TWO_UNITS = [  # gold, answers with its number that are another quantity
     "2 hours; 45 minutes", "2 hours plus 45 minutes", "1 decade 2 years", "2 tbsp 1 tsp",
     "2 hours (and 45 minutes)", "2 hours and a quarter", "two hours and 45 minutes",
     "1 hour and thirty minutes", "4 feet six inches", "30 degrees 15 minutes",
-    "2 dozen and 3", "3 quarters, 2 dimes",
+    "2 dozen and 3", "3 quarters, 2 dimes", "2 hours – 45 minutes",
 ]  # fmt: skip
 
 

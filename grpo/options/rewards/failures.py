@@ -2,7 +2,7 @@
 
 A completion fails if rewards(), group_rewards(), reply() or an Environment raises, or takes too
 long. Its rewards then do not apply (NaN), and its conversation ends. The first traceback is logged
-whole, later ones are counted. The failures of one group are counted together, at its end.
+whole, later ones are counted.
 """
 
 import traceback
@@ -19,13 +19,14 @@ class Failures:
     def __init__(self, limit):
         self.limit, self.last, self.shown = limit, deque(maxlen=WINDOW), False
 
-    def take(self, error):
-        """Logs a failure, the first one whole. Raises it if there were too many before."""
+    def take(self, error, others=0):
+        """Logs a failure, the first one whole. Raises it if there were too many before, of which
+        `others` are not counted yet."""
         if not self.shown:
             say(f"a completion failed (MAX_FAILED_REWARDS = {self.limit}):")
             traceback.print_exception(error)
         self.shown = True
-        if sum(self.last) >= self.limit:
+        if sum(self.last) + others >= min(self.limit, WINDOW):
             raise error
 
     def count(self, failed):

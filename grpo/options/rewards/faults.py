@@ -1,5 +1,4 @@
-"""What is wrong with a task: a function that has failed or has returned what it must not, and a
-process that its code has changed."""
+"""What is wrong with a task: a function that has failed or has returned what it must not."""
 
 import signal
 import sys

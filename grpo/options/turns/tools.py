@@ -25,8 +25,8 @@ from grpo.options.rewards.faults import is_ctrl_c, shown
 
 MAX_RESULT_CHARS = 10_000  # the model reads so many characters of a result
 CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-# The chat template may have opened the first; one that is not closed is at the limit of tokens
-THOUGHTS = re.compile(r"\A.*?</think>|<think>.*?(</think>|\Z)", re.DOTALL)
+# The chat template may have opened the first
+THOUGHTS = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?</think>", re.DOTALL)
 FORM = 'write <tool_call>{"name": "...", "arguments": {...}}</tool_call>'
 KINDS = {"string": str, "integer": int, "number": int | float, "boolean": bool}
 KINDS |= {"array": list, "object": dict}

@@ -116,12 +116,15 @@ class Workers:
         same = same and len(group.samples) == self.c.GROUP_SIZE
         if not same or not question or question.ids != group.prompt:
             raise ValueError("the group does not have the prompt, rewards or size of this run")
-        if max(group.ids) >= self.policy.vocab_size:
+        if min(group.ids) < 0 or max(group.ids) >= self.policy.vocab_size:
             raise ValueError("the group has ids that the tokenizer does not have")
         longest = max(sample.length for sample in group.samples)
-        noise = NOISE["float32"] if self.c.RATIO_LEVEL == "sequence" else max(NOISE.values())
-        if longest > self.c.MAX_COMPLETION_TOKENS or not group.noise <= noise:  # NaN, too
+        if longest > self.c.MAX_COMPLETION_TOKENS or not group.noise <= max(NOISE.values()):
             raise ValueError("the group's completions or its noise exceed what this run allows")
+        if self.c.RATIO_LEVEL == "sequence" and group.noise > NOISE["float32"]:
+            raise ValueError(
+                "with RATIO_LEVEL = 'sequence' workers need DTYPE=float32 SAMPLER=torch"
+            )
 
     # --- The trainer's side -----------------------------------------------------------
     def publish(self, step):

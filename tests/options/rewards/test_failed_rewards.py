@@ -19,7 +19,7 @@ from grpo.metrics import rollout_metrics
 from grpo.options.rewards.async_rewards import start_loop
 from grpo.options.rewards.failures import Failures
 from grpo.prepare import prepare
-from grpo.rewards import reward_texts
+from grpo.rewards import group_of, reward_texts, rewarded
 from grpo.rollout import tally
 
 NAN = {"correctness": math.nan, "format": math.nan}
@@ -55,6 +55,15 @@ def test_failed_rewards_do_not_apply_until_there_are_too_many(capfd, alone):
     assert metrics["rewards/failed"] == 0.5 and metrics["accuracy"] == 1
     with pytest.raises(TaskError, match="the judge is away"):
         sampled(FakeEngine(), recipe, prompts_of([MIXED]))
+
+
+@pytest.mark.parametrize("limit, allowed", [(1, 1), (500, 200)])  # 200: the window
+def test_too_many_of_one_group_end_the_run_at_once(limit, allowed):
+    seen = []
+    recipe = recipe_with(limit, lambda item, text: seen.append(text) or 1 / 0)
+    with pytest.raises(TaskError, match="ZeroDivisionError"):
+        rewarded(recipe, group_of(recipe, {}, ["text"] * 300), {})
+    assert len(seen) == allowed + 1
 
 
 def test_old_failures_are_forgotten():

@@ -124,6 +124,7 @@ def fail(a: int) -> int:
     ("<think>Use <tool_call>?</think>" + call(), "5"),
     ("<think>" + call() + ", or not</think>five", None),
     (call() + ", or not</think>five", None),  # the prompt has opened the thoughts
+    ("The tag <think> is\n" + call(), "5"),
     ("<think>I</think>" + call() + "</think>", "5"),
     ("<tool_call>{'name': 1}</tool_call>", "error: a call is not valid (JSONDecodeError: "),
     ("<tool_call>5</tool_call>", "error: a call is not valid (TypeError: "),
