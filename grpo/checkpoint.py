@@ -8,7 +8,7 @@ A checkpoint is a model in Hugging Face format, which MODEL may name, and a fold
     state.json          the run's progress, and the sizes of every rank's files
 
 Beside them are links: `best` to the checkpoint with the best evaluation (KEEP_BEST), and `final` to
-the last one of a run that has ended.
+the last one of a run that has made all STEPS.
 
 Saving is atomic: RUN_DIR/.unfinished is renamed when all ranks have written to it. If each machine
 has RUN_DIR on a separate disk, it keeps the files of its ranks: the first rank that sees a folder
@@ -58,11 +58,10 @@ def leads(folder):
 
 
 def sync(folder):
-    """Waits until a folder and all in it are on its disk."""
-    for path in (*folder.rglob("*"), folder):
-        file = os.open(path, os.O_RDONLY)
-        os.fsync(file)
-        os.close(file)
+    """Waits until a folder's files are on its disk."""
+    for path in filter(Path.is_file, folder.rglob("*")):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
 
 
 def save_run(run):

@@ -83,9 +83,10 @@ def fail(recipe, item, function, seen, error, number, failed):
     if not recipe.failures:
         raise failure from error
     failure.__cause__ = error
-    if number not in failed:  # else its conversation has failed, too
+    whose = {number} if function == "rewards" else set(range(len(seen)))
+    if not whose <= failed:  # else their conversations have failed, too
         recipe.failures.take(failure, len(failed))
-        failed.add(number)
+        failed |= whose
 
 
 # --- What is made of it -----------------------------------------------------------------

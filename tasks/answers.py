@@ -29,6 +29,9 @@ ANCHOR = re.compile(rf"(?im)(?:answer\b[^.:=\d]{{0,40}}?(?:\b(is)\b|:|=) ?:?|^A:
 # After "Answer:" a reasoning may begin: "She sells 9 eggs. So ...", "9 * 2 = 18 a day. So ...". It
 # does not if a number comes first ("18 dollars", "x = 18"), or if a sentence is the whole paragraph
 COMMITTED = re.compile(r"(?i)(?:\\[a-z]+|[a-z]\b|\W)*+\d[^=]*$|[^=]*\n\n")
+ASSUMED = re.compile(  # before the "=" of "If x = 9, then she has 18 eggs"
+    r"(?i)\b(?:if|since|when|because|given|let|suppose)\s[^+*/×÷-]{0,80}(?<!\w)(?<!\d\s)[^\W\d_]\W*\Z"
+)
 # --- Which number it is ---
 UNITS = [  # of one dimension each
     r"decades?|years?|yrs?|months?|weeks?|days?|d|hours?|hrs?|h|minutes?|mins?|m|seconds?|secs?|s",
@@ -53,7 +56,7 @@ BARE = rf"(?:h|hrs?|hours?|feet|foot|ft|m|lbs?|pounds?|dozens?){WHOLE}(?=[ -]*(?
 TWO_UNITS = rf"(?i){AMOUNT}(?:{'|'.join(PAIRS)}|{BARE}(?:[^\w\s]|$)))", "0, 0, "  # a list instead
 CLEAN = [(re.compile(pattern, re.DOTALL), to) for pattern, to in (
     (r"<<.*?>>", ""),  # GSM8K's calculator notes
-    ("\u2212|[\u2013\u2014](?=\\S| \\d+/\\d)", "-"),  # minus; an en or em dash as one
+    ("\u2212|[\u2013\u2014](?=\\S)", "-"),  # minus; an en or em dash as one
     (r"\\(?:text|textbf|mathrm|mathbf|boxed)\s*\{([^{}]*)\}", r" \1 "),
     (r"(?<=\d)(?:\{,\}|,?\\[,!])(?=\d{3}(?!\d))", ","),  # 70{,}000 and 70,\!000
     (r"\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)(\d))", r" \1\3/\2\4"),  # 2\frac{1}{2}
@@ -123,9 +126,8 @@ def final_answer(text):
     marked = HASHES.findall(text) or BOXED.findall(text) or anchored(text) or block and [text]
     numeric = [s for s in re.split(rf"[.!?](?=\s|$)|\n(?:{SPACE}- )?", text) if re.search(r"\d", s)]
     answer = (marked or numeric or [""])[-1].strip()
-    # "3 + 5 = 8 new limbs after 15 days", but not "If x = 9, then she has 18 eggs"
-    left, equals, _ = answer.rpartition("=")
-    return answer, bool(marked or equals and not re.search(r"(?<!\w)[^\W\d_]\Z", left.rstrip()))
+    left, equals, _ = answer.rpartition("=")  # "3 + 5 = 8 new limbs after 15 days"
+    return answer, bool(marked or equals and not ASSUMED.search(left))
 
 
 def anchored(text):

@@ -21,6 +21,7 @@ HELPERS = "documents fakes families helpers oracle rank_threads trainer_side"
 pytest.register_assert_rewrite(*HELPERS.split())
 
 
+@pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(items):
     """Deals the long tests out, as xdist gives each worker a part of the list, in order."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

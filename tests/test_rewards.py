@@ -98,11 +98,13 @@ UNTAGGED = {  # gold: a whole completion without (complete) tags
         "The answer is that she makes $18. Check: 18 / 9 = 2", "Answer: 18 eggs\nThat is 9 twice",
         "A: She makes 18 dollars.\n\nQ: Tom has 5 apples.",
         "If x = 9, then she has 18 eggs", "Because x = 9 and y = 2 the total is 18",
+        "If $x$ = 9, then she has 18 eggs",
         "Answer:\n– 18 eggs", "Answer: — 18 dollars", "The total is 18\n– 18 dollars",
         "<answer>– 18</answer>",
     ],
     "15": ["So 3 x 5 = 15 limbs after 20 days.", r"So 3 \times 5 = 15 after 20 days."],
     "13": ["So 16 \u2212 3 = 13 eggs after 2 days.", "In total = 13 eggs in 3 boxes"],
+    "80": ["So 30 g + 50 g = 80 g in 2 days.", "So x = 80 eggs in 3 boxes."],
     "8": ["It would grow 5 + 3 = <<5+3=8>>8 new limbs after 15 days."],
     "4": ["12 apples were in 3 boxes. So 4 each."],
     "70000": ["#### 70,000"],
@@ -220,7 +222,7 @@ HEAVY = [
     "<answer>" * 1000, "<<" * 2000, "1 or " * 2000, "#### " * 1000, "answer: " * 1000, "\n" * 30000,
     "one " * 2500, "Answer:\n- a " * 999 + "1", "5 hours (and " * 999,
     r"\boxed{" * 1000, "<|im_end|> " * 1000 + "x", "1 " * 5000, "=" * 9000, "answer is " * 1000,
-    "-1" * 4000, "=" + "-1" * 4000,
+    "-1" * 4000, "=" + "-1" * 4000, "if " * 3000 + "=",
 ]  # fmt: skip
 
 

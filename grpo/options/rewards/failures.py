@@ -26,7 +26,8 @@ class Failures:
             say(f"a completion failed (MAX_FAILED_REWARDS = {self.limit}):")
             traceback.print_exception(error)
         self.shown = True
-        if sum(self.last) + others >= min(self.limit, WINDOW):
+        recent = [*self.last, *[True] * others][-WINDOW:]
+        if sum(recent) >= min(self.limit, WINDOW):
             raise error
 
     def count(self, failed):

@@ -108,7 +108,8 @@ class Tools:
         self.calls = self.failed = 0
 
     def reply(self, turn):
-        turn = THOUGHTS.sub("", turn)  # a call in them is none
+        head, tag, tail = turn.rpartition("</think>")
+        turn = THOUGHTS.sub("", head + tag) + tail  # a call in thoughts is none
         calls = CALL.findall(turn) if self.left else []
         content = "\n".join(self.answer(*call) for call in calls)
         return {"role": self.role, "content": content} if calls else None

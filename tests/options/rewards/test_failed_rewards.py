@@ -57,6 +57,13 @@ def test_failed_rewards_do_not_apply_until_there_are_too_many(capfd, alone):
         sampled(FakeEngine(), recipe, prompts_of([MIXED]))
 
 
+def test_a_completion_whose_every_call_fails_counts_once():
+    members = {"group_rewards": lambda item, texts: 1 / 0}
+    recipe = recipe_with(4, lambda item, text: 1 / 0, **members)
+    rewarded(recipe, group_of(recipe, {}, ["text"] * 4), {})
+    assert list(recipe.failures.last) == [True] * 4
+
+
 @pytest.mark.parametrize("limit, allowed", [(1, 1), (500, 200)])  # 200: the window
 def test_too_many_of_one_group_end_the_run_at_once(limit, allowed):
     seen = []

@@ -1,4 +1,4 @@
-"""Mistakes in a task's functions,, are named with a line."""
+"""Mistakes in a task's functions are named with a line."""
 
 import signal
 import sys

@@ -185,6 +185,7 @@ FOREIGN = {
     "no such item": {"index": 99},
     "one completion": {"samples": [Sample([7], [-1.0], rewards={"correctness": 1, "format": 0})]},
     "unknown ids": {"ids": [7, 400]},
+    "negative ids": {"ids": [7, -1]},
     "rewards in another order": {"reward_names": ["format", "correctness"]},
     "another outcome": {"outcome": "format"},
     "a longer completion": {"ids": [7] * 201},
