@@ -108,7 +108,7 @@ def main():
         draw(name)
     words = f"""# Healthy and sick runs
 
-`python experiments/curves.py CASE` each, seed {SEED}, after one warm start of that seed:
+`python experiments/curves.py CASE` each, seed {SEED}, 16 prompts a step, after one warm start:
 {made_by([RUNS / name for name in names])}
 Greedy accuracy is on the 500 test questions; all other numbers are means over
 {WINDOW} steps, of those that have the metric. Their curves are in docs/reading_curves.md.

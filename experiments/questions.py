@@ -262,11 +262,11 @@ def report(name):
     text = f"""# {question.title}
 
 `python experiments/questions.py {name}`: {made}
-{STEPS} rollouts unless a case has others, seeds {SEEDS[0]} to {SEEDS[-1]}, each after a
-separate warm start: mean over the seeds (least to most). Greedy accuracy is the last on 500 test
-questions; sampled accuracy is the mean over all rollouts, so a case that learns faster has more.
-"less" is a case's value less that of another case, in pairs of equal seeds. "end" is the mean of
-the last {END} rollouts.
+{STEPS} rollouts of 16 prompts unless a case has others, seeds {SEEDS[0]} to {SEEDS[-1]},
+each after a separate warm start: mean over the seeds (least to most). Greedy accuracy is the last
+on 500 test questions; sampled accuracy is the mean over all rollouts, so a case that learns faster
+has more. "less" is a case's value less that of another case, in pairs of equal seeds. "end" is the
+mean of the last {END} rollouts.
 
 {settings}
 
