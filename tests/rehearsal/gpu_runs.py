@@ -47,7 +47,7 @@ class Server:
         self.reference = ref_server.Reference(ref_server.settled({"MODEL": model}))
         self.info = self.reference.info
 
-    def check(self, model, tokenizer, temperature):
+    def check(self, c, tokenizer):
         pass
 
     def score(self, groups):
