@@ -6,7 +6,6 @@
 #   python3 -m venv .venv && .venv/bin/pip install torch --index-url https://download.pytorch.org/whl/cpu
 PYTHON ?= python3
 SEED ?= 0
-WHICH ?= not long and not vllm
 MINUTES ?= 9
 OLDEST := $(shell sed -n 's/^torch>=\([0-9.]*\).*/\1/p' requirements.txt)
 GPU_PYTHON ?= 3.12  # the version of Python on the machine that gpu-kit is for
@@ -29,7 +28,7 @@ demo-tools: .venv/ready
 	    .venv/bin/python grpo_ref_split.py presets/demo.py $$words MODEL=$$model || exit 1; done
 
 test: .venv/dev-ready
-	$(PYTEST) $(ARGS) -m "$(WHICH)"
+	$(PYTEST) -m "not long and not vllm"
 
 test-long: .venv/dev-ready
 	$(PYTEST) -n 3 -m "long and not vllm"  # they wait for each other's processes more than they compute
