@@ -2,8 +2,9 @@
 
 To score, the ids of one or several groups go to the reference server, which answers with log-probs
 (`pack_ids`, `pack_logps`). Workers send their groups to the trainer (`pack_group`). Completions are
-concatenated without padding, N tokens in all. Nothing is pickled, so a body is only data, and the
-receiver checks it before use.
+concatenated without padding, N tokens in all. Nothing is pickled, so a body is only data. Ids to
+score are checked before use. A group of a worker, which has the token and this protocol, must have
+all parts with their types, and fit the run (rank_0.Workers.check).
 """
 
 import hashlib
@@ -135,8 +136,8 @@ def pack_group(group) -> bytes:
 
 
 def unpack_group(body):
-    """Returns the Group in a blob, without its item. Raises ValueError with the reason if
-    the blob is malformed."""
+    """Returns the Group in a blob, without its item. Raises ValueError with the reason if a part of
+    the blob is missing, or has another type."""
     meta, tensors = read_blob(
         body, "with a group in it", TENSORS, optional={"is_model_token"}, protocol=PROTOCOL
     )
