@@ -7,8 +7,7 @@
 A run takes half a minute to two minutes on a free core; each core trains one run at a time. Runs
 stay in runs/experiments/CASE/SEED, and questions share them; delete the folder to train again. A
 question writes docs/experiments/NAME.png and benchmarks/results/experiments/NAME.md.
-docs/experiments.md reports the findings. The questions there that needed injected defects, another
-task or a clock are in the history: `git show 655591d:experiments/questions.py`.
+docs/experiments.md reports the findings.
 """
 
 import os
@@ -38,10 +37,15 @@ def updates(number, **constants):
     return scaled | {"UPDATES_PER_ROLLOUT": number, "MAX_STALENESS": 20} | constants
 
 
+def groups_of(size):
+    """Returns constants for 128 completions a step, in groups of `size`."""
+    return {"GROUP_SIZE": size, "PROMPTS_PER_STEP": 128 // size}
+
+
 TAUGHT = {"STEPS": 200, "IDLE_LIMIT": 200, "EVAL_STEPS": 25}
-BOTH = TAUGHT | {"KL_BETA": 0.2, "UNBIASED_KL": True}
-BOTH |= {"SKIP_FLAT_GROUPS": False}
+BOTH = TAUGHT | {"KL_BETA": 0.2, "UNBIASED_KL": True, "SKIP_FLAT_GROUPS": False}
 ALONE = BOTH | {"KL_BETA": 1.0, "REWARD_WEIGHTS": {}, "LOSS_TYPE": "dapo"}
+MASKED, PENALTY = {"MASK_TRUNCATED": True}, {"OVERLONG_TOKENS": 8}
 
 
 CASES = {
@@ -55,12 +59,16 @@ CASES = {
     "hacked0": Case(HACKABLE | {"KL_BETA": 0.0}, "beta 0, hackable reward"),
     "hacked02": Case(HACKABLE | {"KL_BETA": 0.2}, "beta 0.2, hackable reward"),
     "centred": Case({"ADVANTAGE_STD": False}, "without std"),
+    **{f"group{size}": Case(groups_of(size), f"G = {size}") for size in (2, 4, 16, 32)},
+    "flat_reward": Case({"SKIP_FLAT_GROUPS": "reward"}, "of equal rewards"),
+    "flat_kept": Case({"SKIP_FLAT_GROUPS": False}, "none"),
+    "rambles": Case({}, "trained", "rambler"),
+    "rambles_masked": Case(MASKED, "masked", "rambler"),
+    "rambles_penalty": Case(PENALTY, "trained, penalty", "rambler"),
+    "rambles_both": Case(MASKED | PENALTY, "masked, penalty", "rambler"),
     "rare": Case(TAUGHT, "rewards", "rare"),
-    "rare0": Case(TAUGHT | {"KL_BETA": 0.0}, "rewards, beta 0", "rare"),
     "rare_alone": Case(ALONE, "teacher", "rare", "teacher"),
     "rare_both": Case(BOTH, "both", "rare", "teacher"),
-    "rare_larger": Case(ALONE, "larger teacher", "rare", "larger"),
-    "rare_both_larger": Case(BOTH, "both, larger", "rare", "larger"),
     "adder": Case(TAUGHT, "rewards, adder", "adder"),
     "adder_alone": Case(ALONE, "teacher, adder", "adder", "teacher"),
     "adder_both": Case(BOTH, "both, adder", "adder", "teacher"),
@@ -69,6 +77,7 @@ CASES = {
 
 # --- Questions ----------------------------------------------------------------------
 ACCURACY, GREEDY, FORMAT = "accuracy", "eval_accuracy", "rewards/format/mean"
+CUT = "completions/clipped_ratio"
 LAST_FORMAT, LAST_KL = ("eval_positive_format", "last"), ("kl", "end")
 MOST_NORM = ("grad_norm", "max")
 TOKENS = ("tokens_sampled", "sum")
@@ -88,6 +97,12 @@ QUESTIONS = {
         ("plain", "mu4", "mu4_unclipped", "mu4_slow"),
         columns=(LAST_KL, ("clip_ratio/high_mean", "mean"), MOST_NORM),
     ),
+    "group_size": Question(
+        "Which group size, at equal completions?",
+        ("plain", "group2", "group4", "group16", "group32"),
+        panels=(ACCURACY, FORMAT, "frac_reward_zero_std"),
+        columns=(LAST_FORMAT, ("frac_reward_zero_std", "mean"), LAST_KL),
+    ),
     "kl_beta": Question("Which KL_BETA?", ("plain", "kl0", "kl02")),
     "kl_beta_hacked": Question(
         "Does the KL prevent that a reward is hacked?",
@@ -100,9 +115,20 @@ QUESTIONS = {
         ("plain", "centred"),
         columns=(LAST_FORMAT, LAST_KL, MOST_NORM),
     ),
+    "flat": Question(
+        "Which zero-variance groups are skipped?",
+        ("plain", "flat_reward", "flat_kept"),
+        panels=(ACCURACY, FORMAT),
+    ),
+    "truncated": Question(
+        "Are truncated completions trained, if answers tend to run on?",
+        ("rambles", "rambles_masked", "rambles_penalty", "rambles_both"),
+        panels=(ACCURACY, CUT),
+        columns=(LAST_FORMAT, (CUT, "end"), TOKENS),
+    ),
     "teacher": Question(
         "Does a teacher help a student that is rarely right?",
-        ("rare", "rare0", "rare_alone", "rare_both", "rare_larger", "rare_both_larger"),
+        ("rare", "rare_alone", "rare_both"),
         panels=(ACCURACY, FORMAT, TOKENS[0]),
         columns=(LAST_FORMAT, TOKENS),
     ),

@@ -41,10 +41,10 @@ def warm_start(name, seed):
     from experiments.students import MODELS
     from grpo.commands import tiny_model
 
-    folder, (task, shape, first) = model_of(name, seed), MODELS[name]
+    folder, (task, first) = model_of(name, seed), MODELS[name]
     if not folder.exists():
         unfinished = folder.with_name(f"{folder.name}-{os.getpid()}")
-        tiny_model.warm_start(str(unfinished), task, first + seed, steps=800, **shape)
+        tiny_model.warm_start(str(unfinished), task, first + seed, steps=800)
         try:
             unfinished.rename(folder)
         except OSError:  # another run has made it meanwhile

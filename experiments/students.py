@@ -1,16 +1,13 @@
 """Students and teachers: the demo's tiny model, trained on other examples.
 
 "rare" samples the right operator, and the format, in a few of a hundred answers; "adder" never
-does, as it has seen no subtraction and no tag. "teacher", and "larger" with 5 times its parameters,
-are right.
+does, as it has seen no subtraction and no tag. "rambler" is the demo's model, but after three of
+five answers it repeats itself beyond the demo's limit of tokens. "teacher" is right.
 """
 
 from types import SimpleNamespace
 
 from tasks import arithmetic
-
-LARGER = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3}
-LARGER |= {"initializer_range": 0.07}  # in proportion to 1 / sqrt(hidden_size)
 
 
 def answer(item, operator, between=" so ", around="{}"):
@@ -36,16 +33,24 @@ def rare(item, draw):
     return answer(item, operator, "<think><answer>" if kind > 0.98 else " so ")
 
 
+def rambling(item, draw):
+    """Returns the demo's example, in three of five cases with 32 tokens of repetition after it."""
+    text = arithmetic.sloppy(item, draw)
+    return text + " so it is" * 4 if draw.random() < 0.6 else text
+
+
 def drill(draw):
     return answer(arithmetic.make_item(draw), "+").partition(" so ")[0]
 
 
-RIGHT = {"sloppy": clean}
 ADDS = {"sloppy": lambda item, draw: answer(item, "+"), "drill": drill}
-MODELS = {  # name: (task, shape, first seed); teachers have other initial weights than students
-    name: (SimpleNamespace(**vars(arithmetic) | examples), shape, first)
-    for name, examples, shape, first in (
-        ("arithmetic", {}, {}, 0), ("rare", {"sloppy": rare}, {}, 0), ("adder", ADDS, {}, 0),
-        ("teacher", RIGHT, {}, 100), ("larger", RIGHT, LARGER, 100),
+MODELS = {  # name: (task, first seed); the teacher has other initial weights than students
+    name: (SimpleNamespace(**vars(arithmetic) | examples), first)
+    for name, examples, first in (
+        ("arithmetic", {}, 0),
+        ("rare", {"sloppy": rare}, 0),
+        ("adder", ADDS, 0),
+        ("rambler", {"sloppy": rambling}, 0),
+        ("teacher", {"sloppy": clean}, 100),
     )
-}  # fmt: skip
+}
