@@ -46,7 +46,7 @@ def start():
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer(arithmetic)
-    model = make_model(tokenizer, heads=4).double()
+    model = make_model(tokenizer).double()
     prompt = prompt_ids(tokenizer, [{"role": "user", "content": QUESTION}])
     ends = [tokenizer.eos_token_id]
     examples = [(prompt + tokenizer(t)["input_ids"] + ends, len(prompt)) for t in KNOWN]

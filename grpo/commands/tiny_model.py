@@ -52,20 +52,21 @@ def make_tokenizer(task):
     return tokenizer
 
 
-def make_model(tokenizer, heads, context=256, **shape):
-    """Returns a random model; `shape` overrides the demo's sizes, by Qwen2Config's names."""
-    demo = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
-    demo |= {"initializer_range": 0.1}  # 0.02 made the arithmetic slower to learn
+def make_model(tokenizer, context=256):
+    """Returns a random model of the demo's sizes."""
     config = Qwen2Config(
         vocab_size=416,  # the tokenizer's ids, padded as in real models
-        num_attention_heads=heads,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
         num_key_value_heads=2,
+        initializer_range=0.1,  # 0.02 made the arithmetic slower to learn
         max_position_embeddings=context,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        **demo | shape,
     )
     return Qwen2ForCausalLM(config).to(own_device())
 
@@ -78,12 +79,11 @@ def next_token_loss(model, examples):
     return model(input_ids=ids.to(model.device), labels=labels).loss
 
 
-def warm_start(folder, task, seed, steps, heads=4, answer=None, **shape):
+def warm_start(folder, task, seed, steps, answer=None):
     """Trains the tiny model on a task's examples and saves it; returns its context in tokens.
 
     An example's text is answer(item, draw), by default the task's sloppy(item, draw). The task may
-    also have drill(draw), an additional text to learn. `draw` is a random.Random. `shape` is
-    make_model's; with 2 `heads` vLLM can run the model on a CPU.
+    also have drill(draw), an additional text to learn. `draw` is a random.Random.
     """
     torch.set_num_threads(1)  # two are a fifth faster on idle cores and much slower on busy ones
     torch.manual_seed(seed)
@@ -92,7 +92,7 @@ def warm_start(folder, task, seed, steps, heads=4, answer=None, **shape):
     answer, other = answer or task.sloppy, random.Random(seed)  # to measure lengths
     answers = tokenizer([answer(item, other) for item in items])["input_ids"]
     longest = max(map(len, answers)) + max(len(prompt) for _, prompt in pairs)
-    model = make_model(tokenizer, heads, context=max(256, 2 * longest), **shape)
+    model = make_model(tokenizer, context=max(256, 2 * longest))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1, betas=(0.9, 0.99), weight_decay=0.01)
     end, started = [tokenizer.eos_token_id], time.perf_counter()
     for step in range(steps):
