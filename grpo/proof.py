@@ -6,8 +6,8 @@ import math
 # computations of a token's log-prob. A higher limit misses small errors. Published: 1.5e-3 (sd of d
 # 0.055) in bfloat16, for Qwen2.5-0.5B, a trainer against vLLM or against itself at another batch
 # size (trl #6789); about 4e-3 (mean |d| 0.067) in FP8, for a mixture of experts (miles #2722).
-# Measured with the demo's models (986c616:benchmarks/results/noise.md): bfloat16 4e-5, float32 6e-14;
-# with a layer that is 100 updates old 0.012 to 0.06
+# Measured with the demo's models (986c616:benchmarks/results/noise.md): bfloat16 4e-5, float32
+# 6e-14; with a layer that is 100 updates old 0.012 to 0.06
 NOISE = {"float32": 1e-6, "bfloat16": 1e-2}
 # The same for float32 with products in TF32, which have 10 bits. A guess: |d| of 0.01 gives 5e-5
 TF32_NOISE = 1e-4

@@ -1,5 +1,5 @@
 """vLLM's policy against a transformers forward: what it samples, and whose weights it holds; then
-in the trainer's ranks, and in a worker. `make vllm-test` installs vLLM and runs this in six minutes.
+in the trainer's ranks, and in a worker. `make vllm-test` installs vLLM and runs this in 6 minutes.
 """
 
 import itertools
