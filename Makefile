@@ -1,4 +1,4 @@
-# make demo   runs the whole pipeline on a tiny model: two minutes      make test   5 minutes of tests
+# make demo   runs the whole pipeline on a tiny model: three minutes    make test   5 minutes of tests
 # make test-long   tests that start whole clusters or runs: nine minutes. CI runs both
 # make test-oldest a part of the tests with the oldest torch: one minute, after an install of three
 # make vllm-test   tests with vLLM: six minutes, after an install of two
