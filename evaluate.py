@@ -116,10 +116,11 @@ def print_junk(recipe):
     asked = lambda chat: [m["content"] for m in chat if m["role"] == "user"] or [""]
     junk["the question"] = lambda item: asked(load_chat(c.TASK, recipe.task, item))[-1]
     value_of = lambda item: str(item.get("answer")).rpartition("####")[2].strip()
-    common, times = Counter(map(value_of, items)).most_common(1)[0]
-    with_it = next(item for item in items if value_of(item) == common)
-    if times > 1 and isinstance(gold := gold_of(recipe, with_it, "", or_none=True), str):
-        junk[f"always the most frequent gold, {gold!r:.60}"] = lambda item: gold
+    answered = [item for item in items if item.get("answer") is not None]
+    for common, times in Counter(map(value_of, answered)).most_common(1):
+        with_it = next(item for item in answered if value_of(item) == common)
+        if times > 1 and isinstance(gold := gold_of(recipe, with_it, "", or_none=True), str):
+            junk[f"always the most frequent gold, {gold!r:.60}"] = lambda item, gold=gold: gold
     for what, text_of in junk.items():
         given = [
             reward_texts(recipe, item, [as_seen(recipe.opening(ids), text_of(item))])[0]

@@ -3,6 +3,7 @@ token, chat roles, arguments of forward, and what a cache holds."""
 
 import contextlib
 import functools
+import hashlib
 import inspect
 import json
 import math
@@ -97,9 +98,10 @@ def whole_model(name, **options):
     try:
         model, info = AutoModelForCausalLM.from_pretrained(name, **options)
     except Exception as error:
+        why = "can't be loaded"
         if is_out_of_memory(error):
-            raise
-        raise SystemExit(f"the model {name!r} can't be loaded: {error!r}") from error
+            why = "does not fit into memory; BASE_BITS = 4 takes less (docs/memory.md)"
+        raise SystemExit(f"the model {name!r} {why}: {error!r}") from error
     wrong = [f"{key} is missing" for key in sorted(info["missing_keys"])]
     for key, found, due in sorted(info["mismatched_keys"]):
         wrong.append(f"{key} has the shape {tuple(found)} instead of {tuple(due)}")
@@ -110,6 +112,28 @@ def whole_model(name, **options):
             " Download the model again, or correct its config.json (tie_word_embeddings?)"
         )
     return model
+
+
+WEIGHTS = 256  # of each parameter of a model, about, that its hash reads
+
+
+def weights_of(model, with_config=True):
+    """Returns a hash of a model's configuration, which another version of transformers may complete
+    otherwise, and of a sample of its weights: equal for one model under two names, at the hub and
+    in a folder, in bfloat16 and in float32. Adapters do not count, nor do weights of 4 bits
+    (uint8), which a GPU may round otherwise."""
+    config = model.config.to_dict()
+    # How it was saved and loaded
+    of_file = ("dtype", "torch_dtype", "transformers_version", "quantization_config")
+    config = {k: v for k, v in config.items() if not k.startswith("_") and k not in of_file}
+    config = json.dumps(config, sort_keys=True, default=str).encode() if with_config else b""
+    digest = hashlib.sha256(config)
+    for name, weight in model.named_parameters():
+        if ".lora_" not in name and weight.is_floating_point():
+            flat = weight.detach().flatten()
+            few = flat[:: max(1, len(flat) // WEIGHTS)].to(torch.bfloat16)
+            digest.update(few.view(torch.int16).cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def as_umask(folder):

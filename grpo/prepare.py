@@ -43,11 +43,7 @@ def prepare_task(c, *, split, shown, server=None):
     task, tokenizer = load_task(c.TASK), load_tokenizer(c.MODEL)
     if server:
         server.check(c, tokenizer)
-    prompts, parts = load_split(c, task, split, tokenizer), {}
-    if any(inspect.iscoroutinefunction(getattr(task, name, None)) for name in REWARDS):
-        from grpo.options.rewards.async_rewards import start_loop
-
-        parts["submit"] = start_loop(task, c.REWARD_TIMEOUT_SECONDS)
+    prompts, parts = load_split(c, task, split, tokenizer), {"submit": submit_of(c, task)}
     if c.MAX_FAILED_REWARDS:
         from grpo.options.rewards.failures import Failures
 
@@ -61,6 +57,15 @@ def prepare_task(c, *, split, shown, server=None):
     recipe = Recipe(c, task, prompts, **parts).resolved()
     preview(recipe, tokenizer, shown)
     return tokenizer, recipe
+
+
+def submit_of(c, task):
+    """Returns Recipe.submit: what calls the task's async functions, or None if it has none."""
+    if any(inspect.iscoroutinefunction(getattr(task, name, None)) for name in REWARDS):
+        from grpo.options.rewards.async_rewards import start_loop
+
+        return start_loop(task, c.REWARD_TIMEOUT_SECONDS)
+    return None
 
 
 # --- Preview --------------------------------------------------------------------------

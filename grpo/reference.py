@@ -18,6 +18,7 @@ from types import MappingProxyType
 import torch
 
 from grpo.forward import CompletionModel
+from grpo.models import weights_of
 from grpo.scoring import score_groups
 
 
@@ -30,7 +31,7 @@ class NoReference:
     """KL_BETA = 0 needs no reference."""
 
     part = "wait"  # of a step's seconds, as which fill() counts
-    info = MappingProxyType({"model": None})  # other references: the model's name, and its dtype
+    info = MappingProxyType({"model": None})  # others: the model's name, dtype, hash of weights
     what = "none"
 
     def ask(self, group):
@@ -61,6 +62,7 @@ class LocalReference(NoReference):
         self.model = CompletionModel(model)
         if model is policy.model and not self.adapters:
             self.model = copied(self.model)
+        self.info["weights"] = weights_of(model)
 
     def fill(self, groups, budget):
         """Scores the groups in batches of `budget` tokens, MICRO_BATCH_TOKENS: without a gradient

@@ -13,8 +13,9 @@ import torch
 
 from grpo.client import Client, text_of
 from grpo.log import in_background, say
+from grpo.models import weights_of
 from grpo.waits import Refused, Wait
-from grpo.wire import check_facts, facts_of, pack_ids, unpack_logps, weights_of
+from grpo.wire import check_facts, facts_of, pack_ids, unpack_logps
 
 REQUEST_TOKENS = 1 << 16  # about the tokens of one request; a larger group is sent alone
 # (GB, a preset, arguments): from so many GB on, a GPU trains with either, without a server

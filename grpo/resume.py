@@ -104,7 +104,9 @@ def log_other_data(c, progress, stream, before, now):
     """Logs what has changed since a checkpoint; if it is the prompts, their order begins anew.
     `before` and `now` are Run.data. SystemExit if a checkpoint of adapters has lost its MODEL."""
     changed = {name for name in now if now[name] and now[name] != (before.get(name) or now[name])}
-    named = {"task_file": f"the file of TASK = {c.TASK!r}", "server": "the server's model"}
+    if progress.reference:  # it is in the checkpoint
+        changed.discard("reference")
+    named = {"task_file": f"the file of TASK = {c.TASK!r}", "reference": "the reference's model"}
     named |= {"model": f"what MODEL = {c.MODEL!r} contains"}
     for name in changed & named.keys():
         say(f"{named[name]} has changed since the checkpoint")

@@ -12,6 +12,7 @@ from grpo.devices import CPU_BATCH, accelerator
 from grpo.engine import make_engine, training_threads
 from grpo.log import say
 from grpo.metrics import Clock
+from grpo.models import weights_of
 from grpo.policy import Policy, make_policy, make_sampler
 from grpo.ranks import all_or_none
 from grpo.reference import LocalReference, NoReference, is_teacher
@@ -164,13 +165,9 @@ def make_reporters(c, record, progress):
 
 
 def models_of(c, policy, reference):
-    """Returns hashes of the server's model and, for adapters, of MODEL's weights."""
-    found = {"server": reference.info.get("weights")}
-    if c.LORA_RANK:
-        from grpo.wire import weights_of
-
-        found["model"] = weights_of(policy.model, with_config=False)
-    return found
+    """Returns hashes of the reference's model and, for adapters, of MODEL's weights."""
+    base = weights_of(policy.model, with_config=False) if c.LORA_RANK else None
+    return {"reference": reference.info.get("weights"), "model": base}
 
 
 def start_run(c, tokenizer, recipe, questions, server, batch_loss):

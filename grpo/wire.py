@@ -22,7 +22,6 @@ from grpo.models import vocab_size_of
 from grpo.sample import Group, Sample
 
 PROTOCOL = 6  # trainer, server and workers need the same; raise it if routes or blobs change
-WEIGHTS = 256  # of each parameter of a model, about, that its hash reads
 
 KINDS = ("prompt", "completion")
 IDS = [f"{kind}_{what}" for kind in KINDS for what in ("ids", "lengths")] + ["group_sizes"]
@@ -200,25 +199,6 @@ def facts_of(tokenizer, temperature):
     facts = {"protocol": PROTOCOL, "temperature": temperature}
     facts |= {"vocab_size": vocab_size_of(tokenizer)}
     return facts | {"tokenizer": hashlib.sha256(vocab).hexdigest()[:16]}
-
-
-def weights_of(model, with_config=True):
-    """Returns a hash of a model's configuration, which another version of transformers may complete
-    otherwise, and of a sample of its weights: equal for one model
-    under two names, at the hub and in a folder, in bfloat16 and in float32. Adapters do not count,
-    nor do weights of 4 bits (uint8), which a GPU may round otherwise."""
-    config = model.config.to_dict()
-    # How it was saved and loaded
-    of_file = ("dtype", "torch_dtype", "transformers_version", "quantization_config")
-    config = {k: v for k, v in config.items() if not k.startswith("_") and k not in of_file}
-    config = json.dumps(config, sort_keys=True, default=str).encode() if with_config else b""
-    digest = hashlib.sha256(config)
-    for name, weight in model.named_parameters():
-        if ".lora_" not in name and weight.is_floating_point():
-            flat = weight.detach().flatten()
-            few = flat[:: max(1, len(flat) // WEIGHTS)].to(torch.bfloat16)
-            digest.update(few.view(torch.int16).cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def check_facts(facts, mine, reference, policy):

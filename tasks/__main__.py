@@ -20,7 +20,7 @@ from pathlib import Path
 
 from grpo.calls import called, timely
 from grpo.constants import begin, command_line, usage
-from grpo.prepare import gold_of, prepare_task
+from grpo.prepare import gold_of, prepare_task, submit_of
 from grpo.sample import Question
 from grpo.task import Recipe, load_chat, load_items, load_questions, load_task, task_files
 
@@ -62,7 +62,8 @@ def make_model(recipe, out):
         return with_replies(recipe, item, written)
 
     answer(items[0], random.Random(0))  # a mistake is reported before a minute of training,
-    Recipe(c, task, [Question(0, items[0], [])]).resolved()  # as are rewards without an OUTCOME
+    first = Recipe(c, task, [Question(0, items[0], [])], submit=submit_of(c, task))
+    first.resolved()  # as are rewards without an OUTCOME
     print(f"a tiny model learns from the examples of {c.TASK}, for {WARM_STEPS} steps", flush=True)
     half = warm_start(out, task, seed=c.SEED, steps=WARM_STEPS, answer=answer) // 2
     words = [f"MODEL={out}", f"TASK={c.TASK}", "REF_SERVER=None", f"RUN_DIR={out}_run"]

@@ -36,7 +36,7 @@ RUN = {  # the constants that checkpoints look at
 }  # fmt: skip
 
 
-DATA = {"prompt_ids": "p", "task_file": "t", "server": "w"}
+DATA = {"prompt_ids": "p", "task_file": "t", "reference": "w"}
 
 
 class FakeEngine:
@@ -175,7 +175,7 @@ def test_a_checkpoint_that_was_loaded_is_not_in_use_and_one_that_stays_ends_no_r
 
 
 @pytest.mark.parametrize(
-    "data", [{"prompt_ids": "other"}, {"task_file": "other"}, {"server": "other"}, {}]
+    "data", [{"prompt_ids": "other"}, {"task_file": "other"}, {"reference": "other"}, {}]
 )
 def test_other_prompts_have_a_new_order_and_another_file_is_named(
     data, tmp_path, alone, monkeypatch, capsys
@@ -190,7 +190,7 @@ def test_other_prompts_have_a_new_order_and_another_file_is_named(
     assert progress.best == 3
     out = capsys.readouterr().out
     assert ("begins anew" in out, "TASK = 't' has changed" in out) == (anew, "task_file" in data)
-    assert ("the server's model has changed" in out) == ("server" in data)
+    assert ("the reference's model has changed" in out) == ("reference" in data)
     assert json.loads((tmp_path / "run.json").read_text())["data"] == now
     monkeypatch.setattr(dist, "get_rank", lambda: 1)  # which begins at its own place
     resume.log_other_data(SimpleNamespace(**RUN), progress, resumed, DATA, now)
@@ -226,7 +226,7 @@ def test_adapters_do_not_go_on_beside_another_base(tmp_path, alone, capsys):
     """MODEL = "other/final" is another model after the other run has gone on."""
     save(tmp_path, 3)
     file = tmp_path / "step_000003/trainer/state.json"
-    file.write_text(file.read_text().replace('"server": "w"', '"model": "m"'))
+    file.write_text(file.read_text().replace('"reference": "w"', '"model": "m"'))
     with pytest.raises(SystemExit, match="adapters need"):
         opened(tmp_path, data=DATA | {"model": "other"})
     assert "what MODEL = 'a' contains has changed" in capsys.readouterr().out
@@ -237,6 +237,12 @@ def test_accuracies_of_other_questions_are_not_compared(tmp_path, alone):
     assert opened(tmp_path).best_accuracy == 0.9
     progress = opened(tmp_path, EVAL_QUESTIONS=512)
     assert (progress.best, progress.best_accuracy) == (3, None)
+
+
+def test_a_refreshed_reference_is_not_what_model_contains_now(capsys):
+    other = DATA | {"reference": "other"}
+    resume.log_other_data(SimpleNamespace(**RUN), SimpleNamespace(reference=2), None, DATA, other)
+    assert "has changed" not in capsys.readouterr().out
 
 
 DAMAGE = {

@@ -25,7 +25,7 @@ WRONG = {
     "ADAM_BETAS": [(0.9, 1.0), 0.9],
     "SKIP_FLAT_GROUPS": ["format"],
     "STOP_STRINGS": ["</answer>", [""]],
-    "MAX_STALENESS": [0],  # less than UPDATES_PER_ROLLOUT
+    "MAX_STALENESS": [-1],
     "TRAINER_SAMPLES": [False],  # and nobody else may
     "REFERENCE_REFRESH_STEPS": [0.5, 5],  # 5: REF_SERVER is set
     "REF_SERVER": ["127.0.0.1:59875", ""],
@@ -43,6 +43,12 @@ def test_a_wrong_constant_is_named_with_its_value(name, value):
     check()
     with pytest.raises(SystemExit, match=re.escape(f"{name} = {value!r} must be")):
         check(**{name: value})
+
+
+def test_only_groups_of_workers_get_old():
+    check(UPDATES_PER_ROLLOUT=8)
+    with pytest.raises(SystemExit, match="MAX_STALENESS = 4 must be"):
+        check(UPDATES_PER_ROLLOUT=8, PUBLISH_STEPS=1)
 
 
 def test_a_constant_that_is_edited_in_the_script_keeps_its_kind():

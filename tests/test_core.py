@@ -11,7 +11,7 @@ from documents import ROOT
 
 from grpo.ranks import NEEDED
 
-LINES = 6_120  # of our files that a plain run loads; to become 5 500
+LINES = 6_155  # of our files that a plain run loads; to become 5 500
 SERVER = {
     f"grpo/{name}.py" for name in ("client", "remote", "waits", "wire")
 }  # only with REF_SERVER

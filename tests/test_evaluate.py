@@ -84,6 +84,14 @@ def test_a_reward_that_junk_can_earn_is_named(model, monkeypatch, capsys):
     assert frequent and "the most frequent gold" in frequent[0] and "groups of 2 that teach" in out
 
 
+def test_junk_of_a_task_that_states_no_answers(model, tmp_path, monkeypatch, capsys):
+    source = "from tests.tasks.even import messages, rewards, REWARD_WEIGHTS\nload = lambda split: "
+    Path("plain.py").write_text(source + "[{'question': x} for x in 'abc']")
+    run(monkeypatch, model, "plain.py", "--samples", 2)
+    assert "positive rewards of the question" in (out := capsys.readouterr().out)
+    assert "the most frequent gold" not in out
+
+
 def test_before_and_after_side_by_side_an_adapter_too(tiny, model, tmp_path, monkeypatch, capsys):
     adapter = tmp_path / "adapter"
     tiny_policy(tiny, drift=0.1, lora_rank=4).save(adapter)

@@ -103,6 +103,15 @@ def test_files_that_are_no_weights_are_refused_in_one_sentence(tiny, tmp_path):
         tiny_policy(folder)
 
 
+def test_a_model_that_does_not_fit_is_named(tiny, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", full)
+    with pytest.raises(SystemExit, match=r"does not fit into memory.*BASE_BITS = 4"):
+        models.whole_model(str(tiny))
+
+
 def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny, tokenizer):
     policy = load_policy(str(tiny), tokenizer, "float32")
     assert tokenizer.eos_token_id in policy.eos_ids

@@ -19,9 +19,10 @@ from processes import PATIENCE, command_of, start
 
 import ref_server
 from grpo.log import in_background
+from grpo.models import weights_of
 from grpo.options.workers.gate import listen
 from grpo.remote import ReferenceClient
-from grpo.wire import facts_of, pack_ids, unpack_ids, unpack_logps, weights_of
+from grpo.wire import facts_of, pack_ids, unpack_ids, unpack_logps
 from ref_server import Reference, Request, answer_all, make_app, take
 
 INFO = {"model": "theirs", "dtype": "float32"}

@@ -28,7 +28,7 @@ from grpo.models import load_model
 from grpo.options.rewards.async_rewards import start_loop
 from grpo.prepare import prepare
 from grpo.rewards import reward_texts
-from grpo.task import load_items, load_task
+from grpo.task import Recipe, load_items, load_task
 from tasks import arithmetic, data, gsm8k, judge
 from tasks import math as math_task
 from tasks import reasoning_gym as gym
@@ -422,6 +422,18 @@ def test_a_task_without_right_answers_has_no_tiny_model(tmp_path, monkeypatch):
         run(monkeypatch, str(tmp_path / "slow.py"), *words)
     with pytest.raises(SystemExit, match=f"{tmp_path} exists already"):
         run(monkeypatch, str(tmp_path / "own.py"), f"OUT={tmp_path}")
+
+
+def test_a_tiny_model_of_a_task_with_async_rewards(tmp_path, monkeypatch):
+    import tasks.__main__ as module
+
+    rewards = "async def rewards(item, completion):\n    return {'a': 1, 'b': 0}\nOUTCOME = 'b'\n"
+    source, _, _ = LABELS.partition("def rewards")
+    (tmp_path / "own.py").write_text(source + rewards)
+    c = settled(trainer.DEFAULTS, {"TASK": str(tmp_path / "own.py")})
+    monkeypatch.setattr("grpo.commands.tiny_model.warm_start", lambda *_, **__: 256)
+    command = module.make_model(Recipe(c, load_task(c.TASK), []), tmp_path / "model")
+    assert "MAX_COMPLETION_TOKENS=128" in command
 
 
 def test_gsm8ks_gold_is_right_with_and_without_work():

@@ -43,8 +43,8 @@ def must_return(recipe):
     )
     return (
         "return a value (a number below 1e30, True, False or None: does not apply) for each name in"
-        f" {source}, {list(recipe.weights)}, as a dict, or the bare value if "
-        '"reward" is the only name'
+        f" {source}, {list(recipe.weights)}, and for no other, as a dict, or the bare value if "
+        '"reward" is the only name; there a reward that is only logged has the weight 0'
     )
 
 

@@ -1,8 +1,8 @@
 """REFERENCE: the local reference is another model with MODEL's tokenizer (docs/teacher.md)."""
 
-from grpo.models import check_context, load_tokenizer
+from grpo.models import check_context, load_tokenizer, weights_of
 from grpo.policy import load_policy
-from grpo.wire import check_facts, facts_of, weights_of
+from grpo.wire import check_facts, facts_of
 
 
 def load_teacher(c, policy):

@@ -19,13 +19,12 @@ from grpo.checks import settled
 from grpo.commands.merge import bits_of, merge, merge_into
 from grpo.decoder import make_decoder
 from grpo.forward import CompletionModel
-from grpo.models import load_model
+from grpo.models import load_model, weights_of
 from grpo.options.gpu import sample_sizes
 from grpo.options.training.lora import add_adapters
 from grpo.reference import is_teacher
 from grpo.shared_prompt import SharedDecoder
 from grpo.start import make_reference
-from grpo.wire import weights_of
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
