@@ -115,11 +115,12 @@ def print_junk(recipe):
     junk = {"an empty answer": lambda item: ""}
     asked = lambda chat: [m["content"] for m in chat if m["role"] == "user"] or [""]
     junk["the question"] = lambda item: asked(load_chat(c.TASK, recipe.task, item))[-1]
-    value_of = lambda item: str(item.get("answer")).rpartition("####")[2].strip()
-    answered = [item for item in items if item.get("answer") is not None]
-    for common, times in Counter(map(value_of, answered)).most_common(1):
-        with_it = next(item for item in answered if value_of(item) == common)
-        if times > 1 and isinstance(gold := gold_of(recipe, with_it, "", or_none=True), str):
+    can = [i for i in items if hasattr(recipe.task, "gold") or i.get("answer") is not None]
+    golds = {id(item): gold_of(recipe, item, "", or_none=True) for item in can}
+    value_of = lambda item: str(item.get("answer", golds[id(item)])).rpartition("####")[2].strip()
+    for common, times in Counter(map(value_of, can)).most_common(1):
+        gold = golds[id(next(item for item in can if value_of(item) == common))]
+        if times > 1 and isinstance(gold, str):
             junk[f"always the most frequent gold, {gold!r:.60}"] = lambda item, gold=gold: gold
     for what, text_of in junk.items():
         given = [

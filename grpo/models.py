@@ -100,7 +100,7 @@ def whole_model(name, **options):
     except Exception as error:
         why = "can't be loaded"
         if is_out_of_memory(error):
-            why = "does not fit into memory; BASE_BITS = 4 takes less (docs/memory.md)"
+            why = "does not fit into memory (docs/memory.md has what fits, and what takes less)"
         raise SystemExit(f"the model {name!r} {why}: {error!r}") from error
     wrong = [f"{key} is missing" for key in sorted(info["missing_keys"])]
     for key, found, due in sorted(info["mismatched_keys"]):

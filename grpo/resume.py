@@ -106,8 +106,9 @@ def log_other_data(c, progress, stream, before, now):
     changed = {name for name in now if now[name] and now[name] != (before.get(name) or now[name])}
     if progress.reference:  # it is in the checkpoint
         changed.discard("reference")
-    named = {"task_file": f"the file of TASK = {c.TASK!r}", "reference": "the reference's model"}
+    named = {"task_file": f"the file of TASK = {c.TASK!r}"}
     named |= {"model": f"what MODEL = {c.MODEL!r} contains"}
+    named |= {"reference": "the reference, or transformers,"}
     for name in changed & named.keys():
         say(f"{named[name]} has changed since the checkpoint")
     if "model" in changed:

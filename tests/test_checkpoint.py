@@ -190,7 +190,7 @@ def test_other_prompts_have_a_new_order_and_another_file_is_named(
     assert progress.best == 3
     out = capsys.readouterr().out
     assert ("begins anew" in out, "TASK = 't' has changed" in out) == (anew, "task_file" in data)
-    assert ("the reference's model has changed" in out) == ("reference" in data)
+    assert ("the reference, or transformers, has changed" in out) == ("reference" in data)
     assert json.loads((tmp_path / "run.json").read_text())["data"] == now
     monkeypatch.setattr(dist, "get_rank", lambda: 1)  # which begins at its own place
     resume.log_other_data(SimpleNamespace(**RUN), progress, resumed, DATA, now)

@@ -86,10 +86,15 @@ def test_a_reward_that_junk_can_earn_is_named(model, monkeypatch, capsys):
 
 def test_junk_of_a_task_that_states_no_answers(model, tmp_path, monkeypatch, capsys):
     source = "from tests.tasks.even import messages, rewards, REWARD_WEIGHTS\nload = lambda split: "
-    Path("plain.py").write_text(source + "[{'question': x} for x in 'abc']")
+    source += "[{'question': x} for x in 'abc']\n"
+    Path("plain.py").write_text(source)
     run(monkeypatch, model, "plain.py", "--samples", 2)
     assert "positive rewards of the question" in (out := capsys.readouterr().out)
     assert "the most frequent gold" not in out
+    gold = "gold = lambda item: 'even' if item['question'] < 'c' else 'also even'"
+    Path("golden.py").write_text(source + gold)
+    run(monkeypatch, model, "golden.py", "--samples", 2)
+    assert "the most frequent gold, 'even': correctness 100%" in capsys.readouterr().out
 
 
 def test_before_and_after_side_by_side_an_adapter_too(tiny, model, tmp_path, monkeypatch, capsys):

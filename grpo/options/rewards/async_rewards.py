@@ -2,6 +2,7 @@
 sampled, so that a judge behind an API needs no processes."""
 
 import asyncio
+import functools
 import inspect
 import time
 
@@ -9,12 +10,19 @@ from grpo.calls import GRACE_SECONDS, TooSlow
 from grpo.log import in_background
 
 
-def start_loop(task, seconds):
-    """Starts an event loop in a thread. Returns submit(function, *arguments), which calls an async
-    function of the task and returns a Future; submit.result(future) raises TooSlow after `seconds`.
-    A plain group_rewards beside it is called in the main thread, as ever."""
+@functools.cache  # one for all tasks: what a task keeps between calls belongs to a loop
+def running_loop():
+    """Returns an event loop that runs in a thread."""
     loop = asyncio.new_event_loop()
     in_background(loop.run_forever)
+    return loop
+
+
+def start_loop(task, seconds):
+    """Returns submit(function, *arguments), which calls an async
+    function of the task and returns a Future; submit.result(future) raises TooSlow after `seconds`.
+    A plain group_rewards beside it is called in the main thread, as ever."""
+    loop = running_loop()
 
     async def call(name, *arguments):
         began = time.monotonic()
