@@ -43,7 +43,7 @@ test-oldest: .venv-oldest/ready
 vllm-test: .venv/vllm-ready
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m vllm
 
-# docs/demo.png, of five seeds and a control: 22 minutes
+# docs/demo.png, of five seeds and a control: 18 minutes
 pictures: .venv/ready
 	for seed in 0 1 2 3 4; do .venv/bin/python demo.py $$seed RUN_DIR=runs/demo_$$seed || exit 1; done
 	.venv/bin/python demo.py 0 shuffled RUN_DIR=runs/demo_shuffled
