@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs/experiments"
 SEEDS = range(5)
 HACKABLE = {"TASK": str(ROOT / "experiments/hackable.py"), "SKIP_FLAT_GROUPS": "reward"}
-HACKABLE |= {"MASK_TRUNCATED": True}  # was the default in the first runs; kept, so that runs compare
+HACKABLE |= {"MASK_TRUNCATED": True}  # as in the first runs, so that runs compare
 
 
 @dataclass(frozen=True)
