@@ -178,9 +178,9 @@ def load_split(c, task, split, tokenizer):
 
 
 def different(prompts):
-    """Returns the prompts without repetitions of the same ids, because repeated questions make an
-    accuracy no more precise."""
-    return list({tuple(prompt.ids): prompt for prompt in reversed(prompts)}.values())[::-1]
+    """Returns the prompts without repetitions, because repeated questions make an accuracy no more
+    precise. Prompts of equal ids differ if their items do: a game's secret is only there."""
+    return list({(tuple(p.ids), repr(p.item)): p for p in reversed(prompts)}.values())[::-1]
 
 
 def load_questions(recipe, tokenizer):

@@ -24,11 +24,11 @@ from processes import PATIENCE, python
 import grpo_ref_split as trainer
 from grpo.checks import settled
 from grpo.constants import command_line
-from grpo.models import load_model
+from grpo.models import load_model, load_tokenizer
 from grpo.options.rewards.async_rewards import start_loop
 from grpo.prepare import prepare
 from grpo.rewards import reward_texts
-from grpo.task import Recipe, load_items, load_task
+from grpo.task import Recipe, different, load_items, load_split, load_task
 from tasks import arithmetic, data, gsm8k, judge
 from tasks import math as math_task
 from tasks import reasoning_gym as gym
@@ -434,6 +434,13 @@ def test_a_tiny_model_of_a_task_with_async_rewards(tmp_path, monkeypatch):
     monkeypatch.setattr("grpo.commands.tiny_model.warm_start", lambda *_, **__: 256)
     command = module.make_model(Recipe(c, load_task(c.TASK), []), tmp_path / "model")
     assert "MAX_COMPLETION_TOKENS=128" in command
+
+
+def test_questions_that_differ_only_in_what_the_model_must_find_are_all_asked(tiny):
+    c = settled(trainer.DEFAULTS, {"TASK": "guess", "MODEL": str(tiny), "MAX_PROMPT_TOKENS": 99})
+    questions = load_split(c, load_task("guess"), "test", load_tokenizer(str(tiny)))
+    assert len({tuple(question.ids) for question in questions}) == 1
+    assert [q.item["secret"] for q in different(questions * 2)] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_gsm8ks_gold_is_right_with_and_without_work():
