@@ -19,7 +19,7 @@ demo: .venv/ready
 demo-real: .venv/real-ready
 	.venv/bin/python demo_real.py SEED=$(SEED) RUN_DIR=runs/smollm2_$(SEED)
 
-# a tool and a game of several turns, on a tiny model: three minutes
+# a tool and a game of several turns, on a tiny model: seven minutes
 demo-tools: .venv/ready
 	rm -rf runs/demo_tools
 	for task in calculator guess; do \
