@@ -11,7 +11,7 @@ from documents import ROOT
 
 from grpo.ranks import NEEDED
 
-LINES = 6_155  # of our files that a plain run loads; to become 5 500
+LINES = 6_155  # of our files that a plain run loads: a ceiling, which only goes down
 SERVER = {
     f"grpo/{name}.py" for name in ("client", "remote", "waits", "wire")
 }  # only with REF_SERVER
@@ -100,6 +100,4 @@ def test_a_plain_run_loads_the_core_alone(tiny, tmp_path):
         if path in SERVER or path.startswith(("grpo/options/", "grpo/commands/"))
     ]
     assert 4_000 < total <= LINES
-    for page in ("README.md", "README.zh.md", "CONTRIBUTING.md"):
-        assert f"{LINES:,}" in (ROOT / page).read_text(), page
     assert {path for path in core if shares[path] < 0.6} == RARE
