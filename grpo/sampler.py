@@ -74,7 +74,6 @@ def stream_groups(
             decoder = make_decoder(model, max_new_tokens, longest_prompt)
         room = groups_to_admit(running, decoder, max_sequences, group_size)
         check_ids(new := next_prompts(prompts, room), vocab_size)
-        new = joining(running, decoder, new, group_size)
         # Dropping copies the cache too: we drop many at once, or with an admission, which copies it
         many = running.ended > len(running.rows) // decoder.compaction
         if many or (new and running.ended):
@@ -110,15 +109,6 @@ def check_ids(prompts, vocab_size):
             )
 
 
-def joining(running, decoder, new, group_size):
-    """Continues conversations in place; returns the prompts that need a place of their own."""
-    if group_size > 1 or not new or new[0].limit is None:
-        return new
-    from grpo.options.turns.continued import continue_rows
-
-    return continue_rows(running, decoder, new)
-
-
 def groups_to_admit(running, decoder, max_sequences, group_size):
     """Returns how many groups to admit. Admitting copies the cache of running sequences, so we wait
     until a share of 1 / `compaction` has ended since the last time, and then fill all places."""
@@ -136,8 +126,6 @@ class Row:
     group: tuple  # key, and its G completions
     number: int  # in the group
     first: int  # the column where it starts; all end at the same one: a lower limit starts later
-    prompt: list  # the ids that ran before the column `joined`
-    joined: int  # `first`, except in a turn that continues in its row (options/turns/continued.py)
 
 
 class Running:
@@ -147,7 +135,6 @@ class Running:
         self.limit, self.eos_ids, self.stop_strings = max_new_tokens, eos_ids, stop_strings
         self.eos = torch.tensor(sorted(eos_ids), device=device)
         self.rows = []  # (S,)
-        self.forced = {}  # {row: ids that it takes before it samples again} (continued.py)
         self.unfinished = self.most = 0  # how many have not ended: now, after the last admission
         self.ids = torch.zeros(0, max_new_tokens, dtype=torch.long, device=device)  # (S, T)
         self.logps = torch.zeros(0, max_new_tokens, device=device)  # (S, T)
@@ -163,10 +150,10 @@ class Running:
         """Adds G empty sequences for each group that the prompts start. Returns the number of
         sequences of each prompt."""
         new, sizes = [], []
-        for key, ids, number, limit in prompts:
+        for key, _, number, limit in prompts:
             groups = [(key, [None] * group_size) for _ in range(number)]
             at = self.limit - (limit or self.limit)
-            new += [Row(group, i, at, ids, at) for group in groups for i in range(group_size)]
+            new += [Row(group, i, at) for group in groups for i in range(group_size)]
             sizes.append(number * group_size)
         count = len(new)
         self.rows += new
@@ -183,15 +170,10 @@ class Running:
         self.rows = [self.rows[i] for i in stay.tolist()]
         self.ids, self.logps, self.ends = self.ids[stay], self.logps[stay], self.ends[stay]
         self.active, self.tokens = self.active[stay], self.tokens[stay]
-        place = {row: i for i, row in enumerate(stay.tolist())}
-        self.forced = {place[row]: ids for row, ids in self.forced.items()}  # these have not ended
         return stay
 
     def write(self, tokens, logps):
         """Adds a token to each sequence; yields (group, number, Sample) of those that end."""
-        if forced := list(self.forced):
-            tokens[forced] = tokens.new_tensor([self.forced[row].pop(0) for row in forced])
-            self.forced = {row: ids for row, ids in self.forced.items() if ids}
         self.tokens = tokens
         column = self.ends.clamp(max=self.limit - 1)[:, None]  # past the end it is never read
         self.ids.scatter_(1, column, tokens[:, None])
@@ -201,8 +183,6 @@ class Running:
         stopped = self.stop_strings.ended(self) if self.stop_strings else []
         if stopped:
             ended[stopped] = True
-        if forced:
-            ended[forced] = False
         self.active &= ~ended
         last = ended.nonzero().flatten()  # the only wait for the device per token
         if not len(last):

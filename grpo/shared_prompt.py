@@ -179,11 +179,6 @@ class SharedDecoder:
         self.lengths = [self.lengths[i] for i in index]
         self._arrange()
 
-    def rewind(self, lengths):
-        """Sets how many tokens some sequences have after their prompts, by row (turns)."""
-        self.lengths = [lengths.get(i, n) for i, n in enumerate(self.lengths)]
-        self.columns = torch.tensor(self.lengths, device=self.columns.device)
-
     def _arrange(self):
         like = self.layers[0].prompts[0]
         prompts, device, width = len(like), like.device, like.shape[2]

@@ -57,7 +57,6 @@ class GraphedDecoder:
     def __init__(self, model, max_new_tokens):
         self.decoder = SharedDecoder(model, max_new_tokens)
         self.admit, self.keep = self.decoder.admit, self.decoder.keep
-        self.rewind = self.decoder.rewind
         self.graph = self.memory = None
 
     def next_logits(self, tokens):

@@ -15,15 +15,14 @@ from fakes import a_recipe, a_run, one_reward, sampled, tiny_policy
 
 import evaluate
 import grpo_ref_split as trainer
-from grpo import metrics, report, sampler
+from grpo import metrics, report
 from grpo.calls import TaskError
 from grpo.forward import CompletionModel
 from grpo.models import prompt_ids
 from grpo.options.sampling.stop_strings import StopStrings
-from grpo.options.turns import continued, turns
-from grpo.options.turns.continued import continue_rows
+from grpo.options.turns import turns
 from grpo.options.turns.turns import bridge, play, show_turns
-from grpo.sample import Prompt, Question, Sample
+from grpo.sample import Question, Sample
 from grpo.sampler import next_prompts
 from grpo_loss_triton import linear_logps
 from plot import show_samples
@@ -272,32 +271,9 @@ def test_a_task_cannot_change_what_was_said(tokenizer):
     assert talk.text == ["One"]
 
 
-def test_a_prompt_that_begins_with_another_conversation_takes_a_row_of_its_own():
-    """It has another limit, which that row does not leave."""
-    running, rewound = sampler.Running(8, {9}, None, torch.device("cpu")), []
-    running.add([Prompt(0, [1, 2], limit=8)], 1)
-    for token in (5, 6, 9):
-        list(running.write(torch.tensor([token]), torch.zeros(1)))
-    decoder = SimpleNamespace(rewind=rewound.append)
-    prompt = [1, 2, 5, 6, 9, 7]
-    other, same = Prompt("other", prompt, limit=8), Prompt("the same", prompt, limit=4)
-    assert continue_rows(running, decoder, [other]) == [other]
-    assert continue_rows(running, decoder, [same]) == []
-    assert running.forced == {0: [7]} and rewound == [{0: 2}]
-
-
 # --- A real model -----------------------------------------------------------------------
 def test_own_log_probs_are_those_of_a_plain_forward_of_the_whole_talk(policy, monkeypatch):
-    """Of one to three turns, in a batch that sequences leave and join at different times, or in
-    which they go on in their places."""
-    later = Counter()
-
-    def counted(running, decoder, prompts):
-        left = continue_rows(running, decoder, prompts)
-        later.update(joined=sum(new.groups == 1 for new in left), stayed=len(prompts) - len(left))
-        return left
-
-    monkeypatch.setattr(continued, "continue_rows", counted)
+    """Of one to three turns, in a batch that sequences leave and join at different times."""
     monkeypatch.setattr(turns, "QUICK_SECONDS", 60)  # the same talks, also on busy cores
     policy.eos_ids = set(range(0, policy.vocab_size, 9))
     policy.stop_strings = StopStrings(policy.tokenizer, ["e"])
@@ -305,7 +281,7 @@ def test_own_log_probs_are_those_of_a_plain_forward_of_the_whole_talk(policy, mo
     groups = talks(policy, reply, 1, 3, 5, 5, GROUP_SIZE=4, SAMPLE_BATCH=8)
     model = CompletionModel(policy.model)
     found = [talk for group in groups for talk in group.samples]
-    assert len({len(talk.text) for talk in found}) == 3 and min(later.values()) > 0
+    assert len({len(talk.text) for talk in found}) == 3
     for group in [group.samples for group in groups]:
         with torch.no_grad():
             hidden, ids = model([talk.prompt for talk in group], [talk.ids for talk in group])
