@@ -288,7 +288,7 @@ def step(name, **words):
 # --- Sampling, and a micro-batch --------------------------------------------------------
 def rates(size, tokens):
     """Prints tokens a second of the decoders that a model may have, in the order in which they are
-    tried (on NVIDIA's GPUs each is also recorded as a graph), and of transformers' generate."""
+    tried, and of transformers' generate."""
     from benchmarks import sampling as module
     from grpo import decoder
 
@@ -298,7 +298,7 @@ def rates(size, tokens):
 
     model, case, rows = model_of(size), module.counting_case(200, tokens), []
     case |= {"prompts": case["prompts"][:2], "tokens": 16} if SMALL else {}
-    runs = {kind.__name__: functools.partial(pinned, kind) for kind in decoder.kinds_for(model)}
+    runs = {"SharedDecoder": functools.partial(pinned, decoder.SharedDecoder)}
     few, measured = case | {"prompts": case["prompts"][:1]}, module.tokens_per_second
     for name, run in {**runs, "generate": module.generate}.items():
         found = [[measured(run, model, x, seed) for seed in range(3)][1:] for x in (few, case)]

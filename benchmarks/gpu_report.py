@@ -41,7 +41,7 @@ PARTS = {
     "varlen": 50, "decoders": 70, "tests": 120, "auto": 60, "ranks": 70,
 }  # fmt: skip
 LEAST_SECONDS = 10  # with less time left a part does not begin
-GPU_TESTS = ["test_gpu.py", "options/gpu/test_cuda_graph.py", "test_loss_triton.py"]
+GPU_TESTS = ["test_gpu.py", "test_loss_triton.py"]
 GPU_TESTS = [f"tests/{name}" for name in GPU_TESTS]
 WORK = ROOT / "runs/gpu_report"  # the runs of the parts, and the models that they share
 PACKED = ".log", ".jsonl", "run.json"

@@ -6,10 +6,9 @@
     decoder.keep(indices)                        # drops all sequences but these
 
 PlainDecoder works without a KV cache, CachedDecoder with transformers'. SharedDecoder keeps one
-copy of a prompt for its group, and lets prompts join a running batch (`joins`). GraphedDecoder
-records its step as a CUDA graph. The last two rely on a model's internals, so each is first tried
-on the model. Dropping sequences copies the cache of the other ones, which pays when more than
-1 / `compaction` of all have ended.
+copy of a prompt for its group, and lets prompts join a running batch (`joins`). It relies on a
+model's internals, so it is first tried on the model. Dropping sequences copies the cache of the
+other ones, which pays when more than 1 / `compaction` of all have ended.
 
 Symbols: B prompts, G sequences of each, S sequences in all, V' the columns of the LM head.
 """
@@ -43,20 +42,9 @@ def make_decoder(model, max_new_tokens, longest_prompt):
     if window and longest_prompt + max_new_tokens > window:
         return CachedDecoder(model)
     if model not in fastest:
-        right = (kind for kind in kinds_for(model) if is_right(kind, model))
-        fastest[model] = next(right, None)
+        fastest[model] = SharedDecoder if is_right(SharedDecoder, model) else None
     kind = fastest[model]
     return kind(model, max_new_tokens) if kind else CachedDecoder(model)
-
-
-def kinds_for(model):
-    """Yields the kinds of decoders to try, the fastest first."""
-    if is_nvidia(model.device):
-        from grpo.options.gpu.cuda_graph import GraphedDecoder, can_record
-
-        if can_record(model):
-            yield GraphedDecoder
-    yield SharedDecoder
 
 
 def is_right(kind, model):

@@ -20,8 +20,8 @@ def accelerator():
 
 
 def is_nvidia(device):
-    """Returns whether a torch.device can use what was written for CUDA only: graphs and their
-    memory pool, attention in one kernel, bf16 products in float32, Triton kernels. ROCm's GPUs,
+    """Returns whether a torch.device can use what was written for CUDA only:
+    attention in one kernel, bf16 products in float32, Triton kernels. ROCm's GPUs,
     which PyTorch calls "cuda", run without these; to try them there, change this function."""
     return device.type == "cuda" and not torch.version.hip
 

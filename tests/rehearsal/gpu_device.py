@@ -4,8 +4,6 @@ computes what a CPU does, and with their bounds that it counts waits."""
 import pytest
 import torch
 
-from grpo.options.gpu.cuda_graph import record
-
 # --- What CUDA refuses --------------------------------------------------------------------
 MISUSES = {
     "a sum": lambda x: x + torch.ones(3),
@@ -15,7 +13,6 @@ MISUSES = {
     ),
     "a generator": lambda x: x.uniform_(generator=torch.Generator()),
     "NumPy": lambda x: x.numpy(),
-    "a wait in a recording": lambda x: record(x.sum().item),
     "a collective": lambda x: torch.ops.c10d.allreduce_([x.cpu()], None, None, None, False),
 }
 

@@ -6,7 +6,7 @@ import torch
 def in_one_kernel(query, keys, values, mask, scaling):
     """Returns the same as `attend`, by the kernel that scaled_dot_product_attention uses on a GPU
     if there is a mask (CUTLASS's, not cuDNN's). It takes any strides that are multiples of 16
-    bytes, also 0. Its scores are float32. Without dropout a CUDA graph can record it."""
+    bytes, also 0. Its scores are float32."""
     if mask is not None:
         mask = mask.expand(*query.shape[:3], -1)
     kernel = torch.ops.aten._scaled_dot_product_efficient_attention

@@ -20,7 +20,7 @@ from grpo.sampler import draw
 # Powers of two: free memory varies a little between starts, and a run repeats exactly only with
 # equal sizes. More than 256 gains little, and a worker would request too many groups at once
 BATCHES = (256, 128, 64, 32, 16, 8, 4, 2)
-# The share of the GPU that stays free for what no trial shows: NCCL's buffers, CUDA graphs,
+# The share of the GPU that stays free for what no trial shows: NCCL's buffers,
 # fragmentation, a server on the same GPU that begins to score. This is a guess, not measured
 SPARE = 0.08
 
