@@ -57,7 +57,6 @@ def greedy_answers(folder, task, items, c):
         seed=0,
         group_size=1,
         max_sequences=len(prompts),
-        longest_prompt=max(map(len, prompts)),
         max_new_tokens=c.MAX_COMPLETION_TOKENS,
         temperature=0,
     )

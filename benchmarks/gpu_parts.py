@@ -8,7 +8,6 @@ completions are known. A function that checks something returns whether it is ri
 the part exits with the status WRONG. GB are 10^9 bytes.
 """
 
-import functools
 import os
 import platform
 import resource
@@ -287,22 +286,16 @@ def step(name, **words):
 
 # --- Sampling, and a micro-batch --------------------------------------------------------
 def rates(size, tokens):
-    """Prints tokens a second of the decoders that a model may have, in the order in which they are
-    tried, and of transformers' generate."""
+    """Prints tokens a second of our sampler, and of transformers' generate."""
     from benchmarks import sampling as module
-    from grpo import decoder
-
-    def pinned(kind, model, *arguments):
-        decoder.fastest[model] = kind
-        return module.ours(model, *arguments)
 
     model, case, rows = model_of(size), module.counting_case(200, tokens), []
     case |= {"prompts": case["prompts"][:2], "tokens": 16} if SMALL else {}
-    runs = {"SharedDecoder": functools.partial(pinned, decoder.SharedDecoder)}
     few, measured = case | {"prompts": case["prompts"][:1]}, module.tokens_per_second
-    for name, run in {**runs, "generate": module.generate}.items():
+    for run in (module.ours, module.generate):
         found = [[measured(run, model, x, seed) for seed in range(3)][1:] for x in (few, case)]
-        rows.append([name, *(f"{statistics.mean(both):.0f}" for both in found), peak_gb()])
+        name, cells = run.__name__, (f"{statistics.mean(both):.0f}" for both in found)
+        rows.append([name, *cells, peak_gb()])
         print(*rows[-1], flush=True)  # should the next run out of memory or time
     head = [f"{8 * len(x['prompts'])} sequences" for x in (few, case)]
     table([f"tokens a second, {size}", *head, "peak GB"], rows)

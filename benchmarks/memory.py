@@ -31,7 +31,6 @@ import ref_server
 from grpo.constants import Constants, read_preset
 from grpo.engine import BUCKET
 from grpo.options.gpu.sizes import TOKENS, completion_lengths, largest_batch
-from grpo.shared_prompt import ROOM
 from grpo.start import USUAL
 
 BF16, FP32, FP64 = 2, 4, 8
@@ -192,20 +191,17 @@ def micro_batches(c):
 
 
 def sampling(m, prompts, rows, prompt, completion):
-    """Returns the parts of SharedDecoder's batch when it holds most: in the prefill or at the end.
-    Left to the allowance: what prompts that join copy, and rows that ended and are still there."""
+    """Returns the parts of CachedDecoder's batch when it holds most: in the prefill or at the end."""
     token = BF16 * 2 * m.layers * m.kv  # keys and values, all layers
-    of_prompts, logits = token * prompts * prompt, BF16 * rows * m.vocab
-    pairs = prompts * prompt**2
+    logits, pairs = BF16 * rows * m.vocab, prompts * prompt**2
     layer = layer_forward(m, prompts * prompt, prompts * prompt, pairs) + pairs  # and the mask
     layer += 2 * BF16 * m.hidden * prompts * prompt
-    full = of_prompts + token * rows * completion
-    # of a layer's keys, then its values: old and new
-    growth = BF16 * rows * completion * m.kv if completion > ROOM else 0
-    draw = rows * m.vocab * (2 * FP32 + FP64)  # log_softmax, its exp, their sums; a GPU: 3 * FP32
-    prefill = {"key-value cache": of_prompts, "one layer": layer}
-    # with the first token's logits, which live as long as the batch
-    end = {"key-value cache": full, "its growth, logits": 2 * logits + max(growth, draw)}
+    keys = rows * (prompt + completion)
+    # a layer's new keys beside the old ones; then both repeated for their heads, as there is a mask
+    last = BF16 * keys * (m.kv + 2 * m.hidden)
+    draw = rows * m.vocab * (2 * FP32 + FP64)  # log_softmax, its exp, their sums
+    prefill = {"key-value cache": token * prompts * prompt, "one layer": layer}
+    end = {"key-value cache": token * keys, "last token": logits + max(last, logits + draw)}
     return max(prefill, end, key=lambda parts: sum(parts.values()))
 
 

@@ -58,10 +58,9 @@ class Policy:
             yield group
 
     def describe(self, c):
-        """Returns what samples, as a text: the decoder that passes its trial on this model."""
-        with self.as_sampler():
-            decoder = make_decoder(self.model, c.MAX_COMPLETION_TOKENS, c.MAX_PROMPT_TOKENS)
-        return f"torch, {type(decoder).__name__}{getattr(decoder, 'cost', '')}"
+        """Returns what samples, as a text."""
+        decoder = make_decoder(self.model)
+        return f"torch, {type(decoder).__name__}{decoder.cost}"
 
     @contextlib.contextmanager
     def as_sampler(self):

@@ -53,7 +53,6 @@ def sampled(policy, recipe, prompts, *, seed):
         (question and Prompt(question, question.ids) for question in prompts),
         group_size=recipe.c.GROUP_SIZE,
         max_sequences=recipe.batch,
-        longest_prompt=recipe.c.MAX_PROMPT_TOKENS,
         max_new_tokens=recipe.c.MAX_COMPLETION_TOKENS,
         temperature=recipe.c.TEMPERATURE,
         seed=seed,

@@ -7,19 +7,21 @@ We do not use `model.generate`: it takes every setting that we do not name from 
 generation config (Qwen2.5-Instruct ships top_p 0.8, top_k 20, repetition_penalty 1.05), and then we
 would train on log-probs of another distribution than the sampled one. Here there is one
 distribution, softmax(logits / temperature) over the tokenizer's ids. It is also faster: a prompt
-runs once for its group (decoder.py), and new prompts replace finished sequences.
+runs once for its group (decoder.py), and sequences that have ended leave the batch.
 Symbols: G completions of a prompt, S sequences in the batch, T completion tokens, V tokenizer ids.
 """
 
 import itertools
 import math
-from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import pad
 
 from grpo.decoder import make_decoder
 from grpo.sample import Prompt, Sample
+
+# Sequences that have ended leave together, as that copies the cache of the others: once they are
+# more than one in LEAVE (chosen, not measured)
+LEAVE = 8
 
 
 def completion_text(tokenizer, completion, eos_ids):
@@ -34,9 +36,7 @@ def sample_groups(model, prompts, *, max_sequences=None, **settings):
     At most `max_sequences` are sampled at once (None: all); stream_groups explains the `settings`.
     """
     settings["max_sequences"] = max_sequences or len(prompts) * settings["group_size"]
-    longest = max(map(len, prompts), default=0)
-    asked = itertools.starmap(Prompt, enumerate(prompts))
-    groups = dict(stream_groups(model, asked, longest_prompt=longest, **settings))
+    groups = dict(stream_groups(model, itertools.starmap(Prompt, enumerate(prompts)), **settings))
     return [groups[i] for i in range(len(prompts))]
 
 
@@ -47,7 +47,6 @@ def stream_groups(
     *,
     group_size,
     max_sequences,
-    longest_prompt,
     max_new_tokens,
     temperature,
     eos_ids,
@@ -57,41 +56,28 @@ def stream_groups(
 ):
     """Yields (key, [Sample] * G) for each group, as soon as its last completion has ended.
 
-    `prompts` is an iterator of Prompts; None means that there is no prompt now. It is read when a
-    group has room and enough sequences have ended to justify a copy of the cache. The stream ends
-    when all sequences have ended and the iterator yields no prompt, even if it might yield one
-    later. Completions are drawn from softmax(logits / temperature); temperature 0 is greedy, with
+    Groups are sampled in waves. A wave begins with as many prompts as `max_sequences` has room for,
+    and ends with its last sequence. `prompts` is an iterator of Prompts, read when a wave begins;
+    None means that it has no more of them for this wave. The stream ends when a wave would have
+    none. Completions are drawn from softmax(logits / temperature); temperature 0 is greedy, with
     log-probs at temperature 1. The softmax excludes ids from `vocab_size` on, the embedding's
     padding, here, in the trainer and in the reference server. `generator` is a
     torch.Generator on the model's device. With `stop_strings`, a StopStrings, each token costs a
     second wait for the device, and the host checks every new id. Raises RuntimeError if a
     completion ends whose logits were not finite.
     """
-    running = None
-    while True:
-        if not (running and running.unfinished):
-            running = Running(max_new_tokens, eos_ids, stop_strings, model.device)
-            decoder = make_decoder(model, max_new_tokens, longest_prompt)
-        room = groups_to_admit(running, decoder, max_sequences, group_size)
-        check_ids(new := next_prompts(prompts, room), vocab_size)
-        # Dropping copies the cache too: we drop many at once, or with an admission, which copies it
-        many = running.ended > len(running.rows) // decoder.compaction
-        if many or (new and running.ended):
-            decoder.keep(running.drop_ended())
-        logits = []  # (S, V') of the next tokens; V' is V plus the padding of the embedding
-        if running.rows:
-            logits.append(decoder.next_logits(running.tokens))
-        if new:
-            sizes = running.add(new, group_size)
-            logits.append(decoder.admit([prompt.ids for prompt in new], sizes))
-        if not logits:
-            return
-        logits = torch.cat(logits) if len(logits) > 1 else logits[0]
-        tokens, logps = draw(logits[:, :vocab_size], temperature, generator)
-        for (key, group), number, completion in running.write(tokens, logps):
-            group[number] = completion
-            if all(group):
-                yield key, group
+    while new := next_prompts(prompts, max_sequences // group_size):
+        check_ids(new, vocab_size)
+        wave = Wave(new, group_size, max_new_tokens, eos_ids, stop_strings, model.device)
+        decoder = make_decoder(model)
+        logits = decoder.begin([prompt.ids for prompt in new], wave.sizes)  # (S, V'), with padding
+        while True:
+            yield from wave.write(*draw(logits[:, :vocab_size], temperature, generator))
+            if not wave.unfinished:
+                break
+            if wave.is_due:
+                decoder.keep(wave.drop_ended())
+            logits = decoder.next_logits(wave.ids[:, wave.length - 1])
 
 
 def next_prompts(prompts, most):
@@ -109,93 +95,64 @@ def check_ids(prompts, vocab_size):
             )
 
 
-def groups_to_admit(running, decoder, max_sequences, group_size):
-    """Returns how many groups to admit. Admitting copies the cache of running sequences, so we wait
-    until a share of 1 / `compaction` has ended since the last time, and then fill all places."""
-    unused = max(0, max_sequences - running.most) // group_size  # room that no prompt has taken
-    room = (max_sequences - running.unfinished) // group_size
-    ended, most = (room - unused) * group_size, max_sequences - unused * group_size
-    pays = decoder.joins and ended >= most // decoder.compaction
-    return room if pays or not running.unfinished else 0
+class Wave:
+    """S sequences that began together. Ended ones stay, unread, until drop_ended removes them."""
 
-
-@dataclass
-class Row:
-    """What a sequence of the batch is."""
-
-    group: tuple  # key, and its G completions
-    number: int  # in the group
-    first: int  # the column where it starts; all end at the same one: a lower limit starts later
-
-
-class Running:
-    """The S sequences of the batch. Ended ones stay, unread, until drop_ended removes them."""
-
-    def __init__(self, max_new_tokens, eos_ids, stop_strings, device):
-        self.limit, self.eos_ids, self.stop_strings = max_new_tokens, eos_ids, stop_strings
+    def __init__(self, prompts, group_size, limit, eos_ids, stop_strings, device):
+        self.eos_ids, self.stop_strings = eos_ids, stop_strings
         self.eos = torch.tensor(sorted(eos_ids), device=device)
-        self.rows = []  # (S,)
-        self.unfinished = self.most = 0  # how many have not ended: now, after the last admission
-        self.ids = torch.zeros(0, max_new_tokens, dtype=torch.long, device=device)  # (S, T)
-        self.logps = torch.zeros(0, max_new_tokens, device=device)  # (S, T)
-        self.ends = torch.zeros(0, dtype=torch.long, device=device)  # (S,) the next column
-        self.active = torch.zeros(0, dtype=torch.bool, device=device)
-        self.tokens = None  # (S,) the last token of each sequence
+        self.sizes = [prompt.groups * group_size for prompt in prompts]  # sequences of each prompt
+        self.rows, limits = [], []  # (S,) of each: key and completions of its group, its number
+        for key, _, groups, own in prompts:
+            for group in ([None] * group_size for _ in range(groups)):
+                self.rows += [(key, group, i) for i in range(group_size)]
+                limits += [own or limit] * group_size
+        self.limits = torch.tensor(limits, device=device)  # (S,)
+        self.ids = self.limits.new_zeros(len(limits), max(limits))  # (S, T)
+        self.logps = torch.zeros(self.ids.shape, device=device)  # (S, T)
+        self.active = self.limits > 0  # (S,) all
+        self.unfinished, self.length = len(limits), 0  # length: tokens of each so far
+        self.shortest = min(limits)
 
     @property
-    def ended(self):
-        return len(self.rows) - self.unfinished
-
-    def add(self, prompts, group_size):
-        """Adds G empty sequences for each group that the prompts start. Returns the number of
-        sequences of each prompt."""
-        new, sizes = [], []
-        for key, _, number, limit in prompts:
-            groups = [(key, [None] * group_size) for _ in range(number)]
-            at = self.limit - (limit or self.limit)
-            new += [Row(group, i, at) for group in groups for i in range(group_size)]
-            sizes.append(number * group_size)
-        count = len(new)
-        self.rows += new
-        self.unfinished = self.most = self.unfinished + count
-        self.ids, self.logps = pad(self.ids, (0, 0, 0, count)), pad(self.logps, (0, 0, 0, count))
-        first = torch.tensor([row.first for row in new], device=self.ends.device)
-        self.ends = torch.cat([self.ends, first])
-        self.active = pad(self.active, (0, count), value=True)
-        return sizes
+    def is_due(self):
+        """Whether ended sequences must leave: they are many, or one has reached its own limit,
+        beyond which the model may have no positions."""
+        ended = len(self.rows) - self.unfinished
+        return ended > len(self.rows) // LEAVE or self.length >= self.shortest
 
     def drop_ended(self):
         """Removes ended sequences; returns the indices (S',) of the remaining ones."""
         stay = self.active.nonzero().flatten()
         self.rows = [self.rows[i] for i in stay.tolist()]
-        self.ids, self.logps, self.ends = self.ids[stay], self.logps[stay], self.ends[stay]
-        self.active, self.tokens = self.active[stay], self.tokens[stay]
+        self.limits, self.active = self.limits[stay], self.active[stay]
+        self.ids, self.logps = self.ids[stay], self.logps[stay]
+        self.shortest = min(self.limits.tolist())
         return stay
 
     def write(self, tokens, logps):
-        """Adds a token to each sequence; yields (group, number, Sample) of those that end."""
-        self.tokens = tokens
-        column = self.ends.clamp(max=self.limit - 1)[:, None]  # past the end it is never read
-        self.ids.scatter_(1, column, tokens[:, None])
-        self.logps.scatter_(1, column, logps[:, None])
-        self.ends += self.active
-        ended = self.active & (torch.isin(tokens, self.eos) | (self.ends == self.limit))
-        stopped = self.stop_strings.ended(self) if self.stop_strings else []
+        """Adds a token to each sequence; yields (key, [Sample] * G) of groups that are complete."""
+        self.ids[:, self.length], self.logps[:, self.length] = tokens, logps
+        self.length += 1
+        stopped = []
+        if self.stop_strings:
+            stopped = self.stop_strings.ended(self.ids[:, : self.length], self.active)
+        ended = torch.isin(tokens, self.eos) | (self.limits == self.length)
         if stopped:
             ended[stopped] = True
+        ended &= self.active
         self.active &= ~ended
         last = ended.nonzero().flatten()  # the only wait for the device per token
-        if not len(last):
-            return
         self.unfinished -= len(last)
-        lists = (x[last].tolist() for x in (self.ids, self.logps, self.ends))
-        for i, ids, found, end in zip(last.tolist(), *lists, strict=True):
-            row = self.rows[i]
-            ids, found = ids[row.first : end], found[row.first : end]
+        lists = (x[last, : self.length].tolist() for x in (self.ids, self.logps))
+        for i, ids, found in zip(last.tolist(), *lists, strict=True):
             if not math.isfinite(sum(found)):
                 raise RuntimeError("the model's logits are not finite: its weights are broken")
+            key, group, number = self.rows[i]
             truncated = ids[-1] not in self.eos_ids and i not in stopped
-            yield row.group, row.number, Sample(ids, found, truncated)
+            group[number] = Sample(ids, found, truncated)
+            if all(group):
+                yield key, group
 
 
 def draw(logits, temperature, generator):

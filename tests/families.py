@@ -52,10 +52,9 @@ MIXTURE = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_pe
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
 DEEPSEEK = SHAPE | MIXTURE | LATENT | {"v_head_dim": 8, "moe_intermediate_size": 16}
 SINKS = GEMMA | {"num_local_experts": 4, "layer_types": ["full_attention"] * 2}
-UNSHARED = {  # families that can't have shared prompts, and the reason that is printed
-    "bloom": (*FAMILIES["bloom"], "Error("),
-    "deepseek v3": ("DeepseekV3Config", DEEPSEEK, "its attention keeps its own cache format"),
-    "gpt-oss": ("GptOssConfig", SINKS, "its attention has sinks"),
+OTHERS = {  # a cache of its own format; attention with sinks
+    "deepseek v3": ("DeepseekV3Config", DEEPSEEK),
+    "gpt-oss": ("GptOssConfig", SINKS),
 }
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}  # rope_parameters of Llama
 SLOW = {"mamba", "gpt1", "lfm2"}  # their past is not (only) a key-value cache
@@ -63,7 +62,7 @@ SLOW = {"mamba", "gpt1", "lfm2"}  # their past is not (only) a key-value cache
 
 def tiny_model(family, seed=0, **changes):
     """-> a random model in eval mode whose next-token distribution is far from flat."""
-    name, sizes, *_ = (UNSHARED | FAMILIES | WIDE)[family]
+    name, sizes, *_ = (OTHERS | FAMILIES | WIDE)[family]
     sizes = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0} | sizes | changes
     torch.manual_seed(seed)
     config = getattr(transformers, name)(**sizes)
@@ -126,18 +125,3 @@ class Shapes:
 
 
 MANY = [[3 + i] * n for i, n in enumerate([1, 9, 4, 2, 12, 1, 7, 3, 5])]  # of different lengths
-
-
-def steps(decoder, model):
-    """-> logits of steps in which rows leave, prompts join and the room is doubled."""
-    found, ids = [decoder.admit(PROMPTS, [2] * 4)], torch.arange(8, device=model.device) + 3
-    found += [decoder.next_logits(ids + i).clone() for i in range(4)]
-    decoder.keep(torch.tensor([0, 3, 4, 7], device=model.device))
-    found += [decoder.next_logits(ids[:4] + i).clone() for i in range(4)]
-    decoder.admit([[4] * 12, [9]], [3, 3])  # longer than all, and shorter
-    ids = torch.arange(10, device=model.device)
-    found += [decoder.next_logits(ids + i).clone() for i in range(4)]
-    # rows of different age, groups of different size, a prompt without any
-    decoder.keep(torch.tensor([1, 2, 4, 5, 6, 7], device=model.device))
-    found += [decoder.next_logits(ids[:6] + i).clone() for i in range(8)]
-    return found

@@ -70,7 +70,7 @@ def test_a_second_main_in_a_process_has_nothing_of_the_first(tiny, tmp_path):
         "ranks": 1,
         "device": f"cpu, {threads} CPU threads a rank",
         "dtype": "float32",
-        "sampler": "torch, SharedDecoder",
+        "sampler": "torch, CachedDecoder",
         "attention": "packed, in buckets",
         "loss": "in chunks, by torch",
         "reference": "a copy of MODEL",

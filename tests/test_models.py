@@ -140,7 +140,7 @@ def test_an_id_of_the_tokenizer_without_an_embedding_is_never_sampled(tiny, tmp_
     short = load_policy(str(tmp_path), policy.tokenizer, "float32")
     last = policy.vocab_size - 1
     assert short.vocab_size == last
-    settings = {"group_size": 1, "max_sequences": 1, "longest_prompt": 2, "max_new_tokens": 1}
+    settings = {"group_size": 1, "max_sequences": 1, "max_new_tokens": 1}
     asked = [Prompt("key", [5, last])]
     with pytest.raises(SystemExit, match=f"the token {last}, for which"):
         next(short.stream(iter(asked), seed=0, temperature=1.0, **settings))

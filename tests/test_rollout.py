@@ -56,7 +56,6 @@ def test_sampling_is_bounded_and_as_the_recipe_says():
     assert engine.most == 2  # groups of 2, not 3
     assert engine.settings == {
         "max_sequences": 5,
-        "longest_prompt": 20,
         "max_new_tokens": 8,
         "temperature": 0.7,
         "seed": 0,

@@ -19,7 +19,6 @@ from families import (
 )
 from transformers import GenerationConfig
 
-from grpo.decoder import make_decoder
 from grpo.options.gpu.decoding import race
 from grpo.sampler import draw
 
@@ -78,10 +77,9 @@ def test_a_completion_ends_with_eos_or_is_truncated(eos_ids, longest, model_of):
         assert not ended
 
 
-@pytest.mark.parametrize("family", ["gemma", "mistral"])  # which have different decoders
+@pytest.mark.parametrize("family", ["gemma", "mistral"])  # with and without a window
 def test_a_prompt_runs_once_and_finished_rows_leave_in_bunches(family, model_of):
     """A row that has ended is not read any more; more than an eighth of them leave together."""
-    make_decoder(model_of(family), 12, longest_prompt=9)  # tried now, if it was not before
     with Shapes(model_of(family)) as shapes:
         groups = sample(model_of(family), PROMPTS, group_size=6)
     lengths = [len(c.ids) for c in itertools.chain(*groups)]

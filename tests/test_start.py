@@ -14,7 +14,7 @@ PADDED, WHOLE = "each completion with its prompt", "all logits at once"
 
 
 @pytest.mark.parametrize("family, expected", [
-    ("qwen2", {"sampler": "torch, SharedDecoder", "loss": "in chunks, by torch"}),
+    ("qwen2", {"sampler": CACHED, "loss": "in chunks, by torch"}),
     ("gemma2", {"sampler": CACHED, "attention": "packed, in buckets", "loss": WHOLE}),  # soft-caps
     ("bloom", {"sampler": CACHED, "attention": PADDED, "loss": "in chunks, by torch"}),
     ("mamba", {"sampler": PLAIN, "attention": PADDED}),  # no KV cache

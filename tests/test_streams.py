@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import transformers
 from families import (
     EOS,
     MANY,
-    PROMPTS,
     VOCAB,
     Shapes,
     assert_plain_logps,
@@ -18,12 +16,10 @@ from families import (
     sample,
 )
 
-from grpo import shared_prompt as decode
-from grpo.cached import CachedDecoder
+from grpo.decoder import CachedDecoder
 from grpo.options.sampling.plain_decoder import PlainDecoder
 from grpo.sample import Prompt
-from grpo.sampler import groups_to_admit, stream_groups
-from grpo.shared_prompt import SharedDecoder
+from grpo.sampler import stream_groups
 
 SOME = ("qwen2", "gpt2", "gemma2 wide", "mamba", "mistral")  # each kind of decoder
 FEW_ROWS = [(family, *rows) for family in SOME for rows in ((2, 1), (7, 3))]
@@ -45,7 +41,7 @@ def test_prompts_may_begin_several_groups_with_a_limit_of_their_own(family, mode
     """As turns do: the first begins a group's sequences, a later one may have few tokens left."""
     model = model_of(family)
     asked = [Prompt(i, ids, 1 + i % 3, 2 + i) for i, ids in enumerate(MANY)]
-    settings = {"group_size": 1, "max_sequences": 7, "max_new_tokens": 12, "longest_prompt": 12}
+    settings = {"group_size": 1, "max_sequences": 7, "max_new_tokens": 12}
     settings |= {"temperature": 1.0, "eos_ids": EOS, "vocab_size": VOCAB}
     settings["generator"] = torch.Generator().manual_seed(0)
     found = [[] for _ in asked]
@@ -56,19 +52,6 @@ def test_prompts_may_begin_several_groups_with_a_limit_of_their_own(family, mode
         assert all(len(c.ids) == limit if c.truncated else len(c.ids) <= limit for c in group)
         assert_plain_logps(model, [ids], [group])
     assert sum(c.truncated for group in found for c in group) > 3
-
-
-@pytest.mark.parametrize("family, max_sequences, group_size, eos", [
-    ("gpt1", 8, 4, 4), ("gpt2", 9, 1, 2)
-])  # fmt: skip
-def test_an_ended_row_stays_within_the_models_positions(
-    family, max_sequences, group_size, eos, model_of
-):
-    """Both have a table of 64, and it may stay in the batch while others run."""
-    prompts, eos_ids = [[5 + i] * 9 for i in range(30)], set(range(12, 12 + eos))
-    settings = {"group_size": group_size, "max_sequences": max_sequences, "max_new_tokens": 55}
-    groups = sample(model_of(family), prompts, eos_ids=eos_ids, **settings)
-    assert len(groups) == 30
 
 
 class Desk:
@@ -85,7 +68,7 @@ class Desk:
 
     def run(self, model, **changes):
         settings = {"group_size": 3, "max_sequences": 7, "max_new_tokens": 12, "temperature": 1.0}
-        settings |= {"eos_ids": EOS, "vocab_size": VOCAB, "longest_prompt": 12}
+        settings |= {"eos_ids": EOS, "vocab_size": VOCAB}
         settings["generator"] = torch.Generator().manual_seed(0)
         for key, group in stream_groups(model, self.prompts(), **settings | changes):
             self.events.append(("ended", key))
@@ -93,21 +76,21 @@ class Desk:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mamba", "mistral"])
-def test_a_group_comes_as_soon_as_it_has_ended_and_makes_room(family, model_of):
+def test_a_group_comes_as_soon_as_it_has_ended_and_a_wave_begins_after_the_last(family, model_of):
     desk, lengths = Desk(MANY), {}
     with Shapes(model_of(family)) as shapes:
         for key, group in desk.run(model_of(family)):
             lengths[key] = max(len(c.ids) for c in group)
-    assert max(rows for rows, _ in shapes) <= 7 + 1  # one that has ended may stay for a while
-    assert sorted(lengths) == list(range(9))
+    assert max(rows for rows, _ in shapes) == 6  # two groups of three, of seven places
+    waves = [(0, 1), (2, 3), (4, 5), (6, 7), (8,)]
+    ended = [key for what, key in desk.events if what == "ended"]
+    for wave in waves:
+        assert sorted(ended[: len(wave)]) == list(wave)
+        first, last = ended[0], ended[len(wave) - 1]
+        assert lengths[first] <= lengths[last]
+        ended = ended[len(wave) :]
     begun = [key for what, key in desk.events if what == "begins" and key is not None]
     assert begun == list(range(9)) and desk.events[-1] == ("begins", None)
-    first_two = [key for what, key in desk.events if what == "ended" and key in (0, 1)]
-    if lengths[0] != lengths[1]:
-        assert first_two == sorted((0, 1), key=lengths.get)
-    # Between those that ended first and last, a third began, if the decoder allows it
-    before = desk.events[: desk.events.index(("ended", first_two[1]))]
-    assert (("begins", 2) in before) == (family == "qwen2")
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])
@@ -122,22 +105,10 @@ def test_who_reads_a_group_may_ask_for_another_even_after_the_last(family, given
     assert came == list(range(given + after))
 
 
-@pytest.mark.parametrize("unfinished, most, groups", [
-    (0, 0, 8), (40, 64, 0), (32, 64, 4),
-    (12, 16, 0), (8, 16, 7),  # of 64 places most are free, as no prompts were given
-])  # fmt: skip
-def test_groups_join_once_half_of_what_ran_has_ended(unfinished, most, groups):
-    """Each time the cache of all is copied, and a GPU's step recorded anew."""
-    running = SimpleNamespace(unfinished=unfinished, most=most)
-    decoder = SimpleNamespace(joins=True, compaction=2)
-    assert groups_to_admit(running, decoder, 64, group_size=8) == groups
-
-
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "mamba"])
 def test_the_cache_is_gone_when_the_samples_are_there(family, model_of):
     """Not when Python's garbage collector runs: training needs the memory at once."""
-    sample(model_of(family), PROMPTS)  # with the trial of a decoder
-    kinds = (SharedDecoder, CachedDecoder, PlainDecoder, decode.SharedLayer, transformers.Cache)
+    kinds = (CachedDecoder, PlainDecoder, transformers.Cache)
     gc.collect()
     gc.disable()
     try:

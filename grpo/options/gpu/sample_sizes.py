@@ -1,8 +1,6 @@
 """Sizes that are "auto": at the start we try what fits into the GPU, the largest size first.
 
-A trial allocates the most memory that the run will hold, and we measure it. For a batch we run the
-prefill of all its prompts, then allocate one block in place of the keys and values of full-length
-completions: sampling that many tokens would take minutes.
+A trial allocates the most memory that the run will hold, and we measure it.
 """
 
 import functools
@@ -11,10 +9,9 @@ import math
 
 import torch
 
+from grpo.decoder import make_decoder
 from grpo.devices import CPU_BATCH, accelerator, is_out_of_memory, release_memory
 from grpo.log import say
-from grpo.models import can_cache, prefill
-from grpo.options.sampling.plain_decoder import PlainDecoder
 from grpo.sampler import draw
 
 # Powers of two: free memory varies a little between starts, and a run repeats exactly only with
@@ -94,22 +91,19 @@ def fit_batch(c, policy, group_size, turns, **others):
 
 @torch.no_grad()
 def sample(c, policy, group_size, rows, turns=False):
-    """Allocates the most memory that a batch of `rows` completions needs. With several
-    `turns` no two share the prompt of a late turn: it has all earlier turns, nearly all tokens."""
-    model, prompt, completion = policy.model, c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS
-    longest = prompt + completion
+    """Holds the most memory that a batch of `rows` completions needs: runs their prompts, gives the
+    cache the rest of completions of full length, and samples a last token. With several `turns` a
+    late turn's prompt has all earlier turns, nearly all tokens, and is its own."""
+    prompt, more = c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS - 1
     if turns:
-        group_size, prompt = 1, longest
-    # prompts of two lengths, as padding needs a mask
-    prompts = [[1] * max(1, prompt - n % 2) for n in range(rows // group_size)]
+        group_size, prompt, more = 1, prompt + more, 0
     with policy.as_sampler():
-        if can_cache(model):
-            logits, cache, _ = prefill(model, prompts)
-            tensors = [x for layer in cache.layers for x in (layer.keys, layer.values)]
-            token = sum(x.nbytes for x in tensors) // (len(prompts) * len(prompts[0]))
-            size = token * completion * rows
-            _block = torch.empty(size, dtype=torch.uint8, device=model.device)
-        else:  # each token runs its whole sequence
-            logits = PlainDecoder(model).admit([[1] * longest] * len(prompts), [1] * len(prompts))
-        logits = logits.repeat_interleave(group_size, 0)
+        decoder = make_decoder(policy.model)
+        number = rows // group_size
+        # prompts of two lengths, as padding needs a mask
+        prompts = [[1] * max(1, prompt - n % 2) for n in range(number)]
+        logits = decoder.begin(prompts, [group_size] * number)
+        decoder.fill(more)
+        draw(logits[:, : policy.vocab_size], c.TEMPERATURE, policy.generator(seed=0))
+        logits = decoder.next_logits(logits.argmax(-1))
         draw(logits[:, : policy.vocab_size], c.TEMPERATURE, policy.generator(seed=0))

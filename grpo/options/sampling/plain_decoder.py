@@ -7,28 +7,30 @@ from grpo.models import padded, supported
 
 
 class PlainDecoder:
-    joins, compaction = False, 8
     cost = ' (each token runs the whole sequence again: SAMPLER = "vllm" avoids that)'
 
     def __init__(self, model):
         self.model, self.sequences = model, []
 
-    def admit(self, prompts, sizes):
-        new = [list(p) for p, size in zip(prompts, sizes, strict=True) for _ in range(size)]
-        self.sequences += new
-        return self._logits(new)
+    def begin(self, prompts, sizes):
+        pairs = zip(prompts, sizes, strict=True)
+        self.sequences = [list(ids) for ids, size in pairs for _ in range(size)]
+        return self._logits()
 
     def next_logits(self, tokens):
         for sequence, token in zip(self.sequences, tokens.tolist(), strict=True):
             sequence.append(token)
-        return self._logits(self.sequences)
+        return self._logits()
+
+    def fill(self, number):
+        self.sequences = [sequence + [0] * number for sequence in self.sequences]
 
     def keep(self, indices):
         self.sequences = [self.sequences[i] for i in indices.tolist()]
 
-    def _logits(self, sequences):
-        ids = padded(sequences, self.model.device)  # on the right, which a causal model never sees
-        last = torch.tensor([len(s) - 1 for s in sequences], device=ids.device)
+    def _logits(self):
+        ids = padded(self.sequences, self.model.device)  # on the right, unseen by a causal model
+        last = torch.tensor([len(s) - 1 for s in self.sequences], device=ids.device)
         columns, at = last.unique(return_inverse=True)  # few logits, if the model can leave others
         keep = supported(self.model, logits_to_keep=columns)
         logits = self.model(input_ids=ids, use_cache=False, **keep).logits

@@ -23,15 +23,14 @@ class StopStrings:
         text = self.text([id])
         return "\ufffd" in text or any(s[-1] in text or s[-1] == " " for s in self.strings)
 
-    def ended(self, running):
-        """Returns the rows of a sampler.Running whose last token completes a string."""
-        rows = [i for i, id in enumerate(running.tokens.tolist()) if self.may_end(id)]
+    def ended(self, ids, active):
+        """Returns the rows of ids (S, any) that are `active` (S,) and whose last id completes a
+        string."""
+        rows = [i for i, id in enumerate(ids[:, -1].tolist()) if self.may_end(id)]
         if not rows:
             return []
-        active, ends, ids = (x[rows].tolist() for x in (running.active, running.ends, running.ids))
-        found = zip(rows, active, ids, ends, strict=True)
-        own = [(i, x[running.rows[i].first : end]) for i, a, x, end in found if a]
-        return [i for i, ids in own if ids and self.end(ids)]
+        tails = active[rows].tolist(), ids[rows, -self.tail :].tolist()
+        return [i for i, runs, own in zip(rows, *tails, strict=True) if runs and self.end(own)]
 
     def end(self, ids):
         """Returns whether the last id completes a string in the text of the ids."""

@@ -74,8 +74,7 @@ class VLLMPolicy:
 
     # --- Sampling ---------------------------------------------------------------------
     def stream(
-        self, prompts, *, group_size, max_sequences, seed, max_new_tokens, temperature,
-        longest_prompt=None,
+        self, prompts, *, group_size, max_sequences, seed, max_new_tokens, temperature
     ):  # fmt: skip
         """Yields (key, completions) as sampler.stream_groups does, each group as soon as its last
         completion has ended, while others begin in the place of those that have ended. The same

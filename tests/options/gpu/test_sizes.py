@@ -23,7 +23,6 @@ from memory import BF16, FP32, trainer
 
 import grpo_loss_triton
 from grpo import start as start_module
-from grpo.decoder import make_decoder
 from grpo.devices import out_of_memory_names
 from grpo.forward import CompletionModel, checkpoint_layers
 from grpo.metrics import Clock
@@ -103,7 +102,6 @@ def test_computed_and_tried_sizes_are_those_of_living_tensors(case, monkeypatch,
         found = sampling.measured(partial(function, c, *arguments, **constants), 0, "cpu")[1]
         return found - m.weights
 
-    make_decoder(policy.model, 1, 1)  # its trial is not counted
     trial = training.forward_and_backward
     with live:
         arguments = trial, trainer.batch_loss, model, policy.vocab_size
@@ -301,7 +299,7 @@ def test_out_of_memory_later_names_the_constant(alone, tiny, monkeypatch):
     with pytest.raises(SystemExit, match=r"MICRO_BATCH_TOKENS = 4096 .*2 GiB"):
         trainer.update(run, [], 1, "now")
     prompts = (fail() for _ in range(1))
-    groups = tiny_policy(tiny).stream(prompts, seed=0, max_sequences=32, longest_prompt=8,
+    groups = tiny_policy(tiny).stream(prompts, seed=0, max_sequences=32,
                                       group_size=4, max_new_tokens=8, temperature=1.0)  # fmt: skip
     with pytest.raises(SystemExit, match=r"SAMPLE_BATCH = 32 .*2 GiB"):
         next(groups)

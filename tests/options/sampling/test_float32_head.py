@@ -7,13 +7,11 @@ import torch
 from fakes import tiny_policy
 from families import PROMPTS
 
-from grpo import decoder
-from grpo.cached import CachedDecoder
+from grpo.decoder import CachedDecoder
 from grpo.forward import CompletionModel, has_plain_head
 from grpo.options.sampling.float32_head import ConvertedHead, give_float32_head
 from grpo.options.sampling.plain_decoder import PlainDecoder
 from grpo.sample import Prompt
-from grpo.shared_prompt import SharedDecoder
 
 
 @pytest.fixture
@@ -43,12 +41,11 @@ def test_logits_are_not_rounded(model, converted):
 
 @torch.no_grad()
 def test_every_decoder_gives_float32_logits_and_the_head_stays_plain(model):
-    for kind in (SharedDecoder, CachedDecoder, PlainDecoder):
-        one = kind(model, 8) if kind is SharedDecoder else kind(model)
-        assert one.admit(PROMPTS[:2], [2, 2]).dtype == torch.float32, kind
+    for kind in (CachedDecoder, PlainDecoder):
+        one = kind(model)
+        assert one.begin(PROMPTS[:2], [2, 2]).dtype == torch.float32, kind
         assert one.next_logits(torch.tensor([3, 4, 5, 6])).dtype == torch.float32, kind
     assert has_plain_head(model)
-    assert decoder.is_right(SharedDecoder, model)
 
 
 @torch.no_grad()
@@ -65,7 +62,7 @@ def test_a_policy_converts_its_head_once_and_forgets_it(tiny):
     head, seen = policy.model.get_output_embeddings(), []
     forward = head.forward
     head.forward = lambda hidden: seen.append(vars(head).get("float32_weight")) or forward(hidden)
-    settings = {"group_size": 2, "max_sequences": 4, "longest_prompt": 9, "max_new_tokens": 4}
+    settings = {"group_size": 2, "max_sequences": 4, "max_new_tokens": 4}
     groups = list(
         policy.stream(map(Prompt, *zip(*enumerate(PROMPTS))), seed=0, temperature=1.0, **settings)
     )

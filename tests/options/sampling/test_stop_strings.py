@@ -92,7 +92,7 @@ def test_a_policy_has_them_but_not_where_it_proves_its_weights(tiny):
     """Evaluations and rollouts both go by `stream`."""
     plain = tiny_policy(tiny)
     policy = tiny_policy(tiny, stop_strings=["a", "e", "1"])
-    settings = {"group_size": 8, "max_sequences": 8, "longest_prompt": 4, "max_new_tokens": 40}
+    settings = {"group_size": 8, "max_sequences": 8, "max_new_tokens": 40}
     ((_, group),) = policy.stream(
         iter([Prompt(0, PROMPTS[0])]), seed=0, temperature=1.0, **settings
     )

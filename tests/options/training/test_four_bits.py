@@ -17,13 +17,11 @@ import grpo_ref_split as trainer
 from grpo.checkpoint import CONSTANTS
 from grpo.checks import settled
 from grpo.commands.merge import bits_of, merge, merge_into
-from grpo.decoder import make_decoder
 from grpo.forward import CompletionModel
 from grpo.models import load_model, weights_of
 from grpo.options.gpu import sample_sizes
 from grpo.options.training.lora import add_adapters
 from grpo.reference import is_teacher
-from grpo.shared_prompt import SharedDecoder
 from grpo.start import make_reference
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -101,7 +99,6 @@ def test_sampler_and_trainer_run_one_path_from_the_first_token_on(dtype, tmp_pat
         assert torch.equal(model(IDS).logits, first)
     assert torch.equal(model(IDS).logits, first)
     assert all(map(torch.equal, before, (m.weight.data for m in layers)))
-    assert type(make_decoder(model, 4, 4)) is SharedDecoder
     trained = CompletionModel(model)
     assert trained.packs and trained.separable
 
