@@ -191,7 +191,7 @@ def micro_batches(c):
 
 
 def sampling(m, prompts, rows, prompt, completion):
-    """Returns the parts of CachedDecoder's batch when it holds most: in the prefill or at the end."""
+    """Returns the parts of CachedDecoder's batch at its most: in the prefill or at its end."""
     token = BF16 * 2 * m.layers * m.kv  # keys and values, all layers
     logits, pairs = BF16 * rows * m.vocab, prompts * prompt**2
     layer = layer_forward(m, prompts * prompt, prompts * prompt, pairs) + pairs  # and the mask

@@ -156,15 +156,8 @@ class Wave:
 
 
 def draw(logits, temperature, generator):
-    """Returns tokens (S,) drawn from logits (S, V), and their log-probs (S,).
-
-    On a CPU we invert the distribution function, with one uniform number per sequence: a race draws
-    V random numbers, which is slow there.
-    """
-    if temperature and logits.device.type != "cpu":
-        from grpo.options.gpu.decoding import race
-
-        return race(logits.float() / temperature, generator)
+    """Returns tokens (S,) drawn from logits (S, V), and their log-probs (S,): the inverse of the
+    distribution function, at one uniform number per sequence."""
     log_probs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
     if temperature:
         below = log_probs.exp().cumsum(-1, dtype=torch.float64)  # float32 sums would lose rare ids

@@ -59,7 +59,6 @@ MAY = {  # what a module may import of ours
     "task": {"task"},
 }
 CHOOSE = {  # who of the core names an option, within the function that switches it on
-    "gpu.decoding": "grpo.sampler",  # a GPU
     "gpu.nvidia": "grpo.models grpo.ranks",  # a GPU of NVIDIA's
     "gpu.sizes": "grpo.start",  # a GPU, and "auto"
     "gpu.varlen": "grpo.forward",  # NVIDIA's GPU, in bfloat16
