@@ -309,37 +309,7 @@ def decoders():
     rates(large(), 64)
 
 
-def varlen():
-    """Compares the ways to run a micro-batch: packed by varlen_attn, by SDPA, and plain."""
-    from benchmarks import memory
-    from grpo.forward import CompletionModel, distance
-    from grpo.options.gpu.sizes import largest_batch
-
-    model = CompletionModel(model_of(large()))
-    print(*model.notes, f"packed: {model.packs}, by varlen_attn: {model.varlen}", sep="\n")
-    batch = largest_batch(memory.shipped(256, 256), 1024 if SMALL else 4096, True, 256)
-    for number, sample in enumerate(batch):  # of many lengths, as in a run
-        sample.ids = sample.ids[: 32 + 37 * number % 225]
-    sequences, states, rows = ([s.prompt for s in batch], [s.ids for s in batch]), {}, []
-
-    def run():
-        model.zero_grad(set_to_none=True)
-        states[way] = model(*sequences)[0]
-        states[way].float().square().mean().backward()
-
-    chosen = model.packs, model.varlen
-    ways = {"plain": (0, 0), "packed, SDPA": (1, 0), "packed, varlen_attn": (1, 1)}
-    for way, (model.packs, model.varlen) in ways.items():
-        if model.packs <= chosen[0] and model.varlen <= chosen[1]:
-            milliseconds = 1e3 * median_seconds(run, 1 if SMALL else 5)
-            gap = distance(states[way], states["plain"])
-            rows.append([way, f"{milliseconds:.1f}", f"{gap:.1g}", peak_gb()])
-    tokens = sum(map(len, sequences[1]))
-    print(f"A micro-batch: {len(batch)} completions, {tokens} tokens; prompts of 256\n")
-    table(["forward and backward", "ms", "distance of states", "peak GB"], rows)
-
-
-ALONE = {f.__name__: f for f in (facts, check, loss, demo, resumed, sampling, decoders, varlen)}
+ALONE = {f.__name__: f for f in (facts, check, loss, demo, resumed, sampling, decoders)}
 
 
 def run(name, **words):

@@ -9,7 +9,7 @@ with its first completion, and each further completion with the keys and values 
 gathered in front. A part's last query sees all keys of the part, each query before it one key less.
 
 scaled_dot_product_attention runs buckets. A bucket holds parts of similar length, padded on the
-right, whose prompts have equally many keys. In bfloat16 options/gpu/varlen.py has one kernel.
+right, whose prompts have equally many keys.
 
 Symbols: L tokens of the row, D width of a head, B parts of a bucket.
 """
@@ -33,12 +33,9 @@ class Row:
     """Prompts and completions as one row: `ids` and `positions` (1, L), and `states` (N,), the
     indices of the states that predict completions. Neighbors with the same prompt share it."""
 
-    kernel = None  # a method of VarlenRow, which attends without buckets
-
     def __init__(self, prompts, completions, device):
         self.device, self.parts, self.masks = device, [], {}
-        # What layers report: window; heads and widths of queries, keys, values
-        self.reported = set()
+        self.windows = set()  # that layers ask for
         ids, positions, states, last = [], [], [], None
         for prompt, completion in zip(prompts, completions, strict=True):
             new, begin = completion[:-1], len(ids)  # the state after the last token is not needed
@@ -55,8 +52,8 @@ class Row:
         self.ids, self.positions = self.tensor([[ids], [positions]])
         self.states = self.tensor(states)
 
-    def tensor(self, numbers, dtype=torch.int64):
-        return torch.tensor(numbers, dtype=dtype, device=self.device)
+    def tensor(self, numbers):
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
     @functools.cached_property
     def buckets(self):
@@ -112,13 +109,11 @@ def packed_attention(
     module, query, key, value, _, *, packed, scaling=None, sliding_window=None, **options
 ):
     """A layer's attention as transformers calls it: (1, heads, L, D) -> (1, L, heads, D), None"""
-    window, settings = sliding_window, {"scale": scaling, "enable_gqa": True}
-    packed.reported.add((window, *((x.shape[1], x.shape[3]) for x in (query, key, value))))
+    window = sliding_window
+    packed.windows.add(window)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (L, heads, D)
     options = {name: options.get(name) for name in ("softcap", "s_aux")}  # Gemma 2; gpt-oss's sinks
     plain = set(map(type, options.values())) == {type(None)}
-    if packed.kernel and plain:
-        return packed.kernel(query, key, value, window, **settings)[None], None
     buckets, queries, keys, place = packed.buckets
     query = query.index_select(0, queries).split([b * new for b, _, new in buckets])
     sizes = [b * (before + new) for b, before, new in buckets]
@@ -129,10 +124,9 @@ def packed_attention(
         causal = plain and not before and (window is None or window >= new)
         mask = None if causal else packed.mask(before, new, window, q)
         if plain:
-            if q.device.type != "cpu":  # on GPUs grouped heads select the slowest kernel
-                k, v = (repeat_kv(x, q.shape[1] // x.shape[1]) for x in (k, v))
-                settings["enable_gqa"] = False
-            found = scaled_dot_product_attention(q, k, v, mask, is_causal=causal, **settings)
+            # On GPUs grouped heads with a mask would select the slowest kernel
+            k, v = (repeat_kv(x, q.shape[1] // x.shape[1]) for x in (k, v))
+            found = scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scaling)
             found = found.transpose(1, 2)
         else:  # the eager code of the model's file
             attend = sys.modules[type(module).__module__].eager_attention_forward

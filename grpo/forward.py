@@ -22,7 +22,7 @@ from transformers import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo.attention import PACKED, Row, attention_is, of_like_length
-from grpo.devices import is_nvidia, is_out_of_memory
+from grpo.devices import is_out_of_memory
 from grpo.models import can_cache, padded, supported
 
 
@@ -32,8 +32,7 @@ class CompletionModel(torch.nn.Module):
 
     `head` is the LM head (V', H). It is None if logits are not a plain matrix product (a bias,
     Gemma 2's soft-capping, Cohere's scale); then the states are the logits. `packs` is whether
-    sequences are packed, `varlen` whether varlen_attn runs them. `notes` are log lines about what
-    this model does not support.
+    sequences are packed. `notes` are log lines about what this model does not support.
     """
 
     def __init__(self, model, *, gradient_checkpointing=False):
@@ -42,14 +41,9 @@ class CompletionModel(torch.nn.Module):
         if gradient_checkpointing and not checkpoint_layers(model):
             self.notes.append("this model has no layers to checkpoint, so it needs more memory")
         self.separable = has_plain_head(model)
-        self.varlen = False
         self.packs = not (fault := self._fault_of_packing())
         if fault:
             self.notes.append(f"sequences can't be packed, so each repeats its prompt: {fault}")
-        self.varlen = self.packs and is_nvidia(model.device) and model.dtype == torch.bfloat16
-        if self.varlen and (fault := self._fault_of_packing()):
-            self.varlen = False
-            self.notes.append(f"attention is slower, without torch's varlen_attn: {fault}")
 
     @property
     def head(self):
@@ -58,16 +52,10 @@ class CompletionModel(torch.nn.Module):
     def forward(self, prompts, completions):
         """Returns states (N, H) in the model's dtype, and the ids (N,) that they predict."""
         if self.packs:
-            states = self._packed(self._row(prompts, completions))
+            states = self._packed(Row(prompts, completions, self.model.device))
         else:
             states = self._plain(prompts, completions)
         return states, torch.tensor([i for c in completions for i in c], device=states.device)
-
-    def _row(self, prompts, completions):
-        kind = Row
-        if self.varlen:
-            from grpo.options.gpu.varlen import VarlenRow as kind
-        return kind(prompts, completions, self.model.device)
 
     def _packed(self, row):
         with attention_is(PACKED, self.model.config):
@@ -102,20 +90,19 @@ class CompletionModel(torch.nn.Module):
         if not can_cache(self.model):  # a recurrent state would continue into the next sequence
             return "this model does not work with a KV cache alone"
         sequences = [[1, 2, 3], [1, 2, 3], [4, 5, 6, 7, 8]], [[3, 2, 1], [2, 6], [5, 4, 3]]
-        row = self._row(*sequences)
+        row = Row(*sequences, self.model.device)
         try:
             packed = self._packed(row)
-            pairs = row.trial(packed) if self.varlen else []
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             return f"a packed row fails ({type(error).__name__})"
         layers = DynamicCache(config=self.model.config).layers
         windows = {getattr(x, "sliding_window", None) for x in layers}
-        if {layer[0] for layer in row.reported} != windows:
+        if row.windows != windows:
             return "transformers' attention interface does not get this model's window"
         states = self._plain(*sequences)
-        gap = max(distance(*pair) for pair in [(packed, states), *pairs])
+        gap = distance(packed, states)
         return None if gap <= limit_of(states) else f"packed states would differ by {gap:.1g}"
 
 

@@ -126,7 +126,6 @@ def uses_of(c, policy, sampler, engine, recipe, reference):
     """Returns {name: what the run uses for it}. What failed its trial has been replaced."""
     model, weight = engine.module, next(policy.model.parameters())
     device = torch.cuda.get_device_name() if weight.is_cuda else weight.device.type
-    packed = "packed, in one kernel" if model.varlen else "packed, in buckets"
     chunks = "in chunks, by Triton" if use_triton(weight) else "in chunks, by torch"
     lora = f", LoRA of rank {c.LORA_RANK}" + " on weights of 4 bits" * (c.BASE_BITS == 4)
     beside = recipe.submit or environment_rewards(recipe.task)
@@ -135,7 +134,7 @@ def uses_of(c, policy, sampler, engine, recipe, reference):
         "device": f"{device}, {training_threads()} CPU threads a rank",
         "dtype": policy.dtype + lora * bool(c.LORA_RANK),
         "sampler": sampler.describe(c),
-        "attention": packed if model.packs else "each completion with its prompt",
+        "attention": "packed, in buckets" if model.packs else "each completion with its prompt",
         "loss": chunks if c.FUSED_LOSS and model.separable else "all logits at once",
         "reference": reference.what,
         "rewards": "beside the sampling" if beside else "in the main thread",

@@ -3,16 +3,12 @@
 The yardstick is a plain forward of one row at a time, and its gradient.
 """
 
-import functools
-import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
 from families import FAMILIES, PROMPTS, SLOW, TOLERANCE, VOCAB, plain_logps, tiny_model
-from gpu_kernels import varlen_attn
 from torch.nn import functional
-from torch.nn.attention import varlen
 
 import grpo_loss_triton
 from grpo.forward import CompletionModel, has_plain_head
@@ -173,91 +169,6 @@ def test_a_model_that_can_not_be_packed_is_found_out(wrong, reason, model_of):
     (note,) = ours.notes
     assert not ours.packs and reason in note
     assert_as_plain(ours, model_of(family), ROWS)
-
-
-# --- varlen_attn, which is for GPUs -----------------------------------------------------
-def torchs_arguments(version):
-    """-> the signature of torch's varlen_attn; 2.11 has no enable_gqa, and 2.10 lacks two more."""
-    arguments = inspect.signature(varlen.varlen_attn)
-    kept = [x for name, x in arguments.parameters.items() if name != "enable_gqa"]
-    return arguments.replace(parameters=kept) if version == "2.11" else arguments
-
-
-@pytest.fixture
-def kernel(monkeypatch, request):
-    """Gives the CPU a varlen_attn; returns its calls, and how it is aligned."""
-    seen, way = [], {}
-    arguments = torchs_arguments(getattr(request, "param", "2.13"))
-
-    def counted(*inputs, **options):
-        arguments.bind(*inputs, **options)
-        seen.append(options["window_size"])
-        return varlen_attn(*inputs, **options | way | {"enable_gqa": True})
-
-    counted.__signature__ = arguments
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", counted)
-    monkeypatch.setattr("grpo.forward.is_nvidia", lambda device: True)
-    return seen, way
-
-
-@pytest.mark.parametrize("family, checkpointing, kernel", [
-    ("qwen2", True, "2.11"), ("qwen2", True, "2.13"), ("qwen3", False, "2.13"),
-    ("gemma3", True, "2.13"), ("gpt2", False, "2.13"), ("mixtral", False, "2.13"),
-], indirect=["kernel"])  # fmt: skip
-def test_the_kernel_has_the_states_and_gradients_of_plain_sequences(family, checkpointing, kernel):
-    """In bfloat16, so the yardstick is how far buckets are from plain sequences in float32."""
-    plain = tiny_model(family).bfloat16().float()
-    slopes = torch.randn(sum(map(len, COMPLETIONS)), generator=torch.Generator().manual_seed(0))
-    expected = torch.cat([plain_logps(plain, p, c, 1.0) for p, c in ROWS])
-    gradient, gaps = gradient_of(plain, (expected * slopes).sum()), []
-    ours = CompletionModel(tiny_model(family).bfloat16(), gradient_checkpointing=checkpointing)
-    assert ours.packs and ours.varlen and not ours.notes
-    for ours.varlen in (True, False):
-        kernel[0].clear()
-        logps, _ = logps_of(ours, PROMPT_OF, COMPLETIONS)
-        found = gradient_of(ours.model, (logps.float() * slopes).sum())
-        assert len(kernel[0]) == 2 * (1 + checkpointing) * ours.varlen  # layers
-        gaps.append([(logps - expected).norm(), (found - gradient).norm() / gradient.norm()])
-    (logps_gap, gradient_gap), (of_buckets, of_their_gradient) = gaps
-    assert logps_gap < 1.5 * of_buckets + 1e-3 and gradient_gap < 1.5 * of_their_gradient
-
-
-@pytest.mark.parametrize("family, wrong", [
-    ("gemma3", "aligned"), ("qwen2", "absent"), ("qwen2", "beyond a tile"), ("qwen2", "backward")
-])  # fmt: skip
-def test_a_kernel_that_is_wrong_is_not_used(family, wrong, kernel, monkeypatch, model_of):
-    """The states of three sequences do not show what happens beyond a kernel's tile."""
-    _, way = kernel
-
-    @functools.wraps(varlen_attn)
-    def later(query, *others, **options):
-        return varlen_attn(
-            query, *others, **options | {"aligned": "start" if len(query) > 64 else "end"}
-        )
-
-    @functools.wraps(varlen_attn)
-    def backward(query, key, value, *others, **options):
-        return varlen_attn(query, key.detach() + 0 * key, value, *others, **options)
-
-    if wrong == "aligned":
-        way["aligned"] = "start"
-    else:
-        kernels = {"beyond a tile": later, "backward": backward}
-        name = "torch.nn.attention.varlen.varlen_attn"
-        monkeypatch.setattr(name, kernels.get(wrong, lambda *_: None))
-    ours = CompletionModel(tiny_model(family).bfloat16())
-    (note,) = ours.notes
-    assert ours.packs and not ours.varlen and "attention is slower, without torch's varlen" in note
-    assert ("(TypeError)" if wrong == "absent" else "differ by") in note
-
-
-@pytest.mark.parametrize("family", ["gemma2 wide", "gpt-oss"])
-def test_caps_and_sinks_are_not_for_the_kernel(family, kernel):
-    """It knows neither; they are computed by the model's code."""
-    ours = CompletionModel(tiny_model(family).bfloat16())
-    kernel[0].clear()
-    assert ours.packs and logps_of(ours, PROMPT_OF, COMPLETIONS) and not kernel[0]
 
 
 def test_no_memory_is_not_taken_for_no_cache(monkeypatch):

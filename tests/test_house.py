@@ -61,7 +61,6 @@ MAY = {  # what a module may import of ours
 CHOOSE = {  # who of the core names an option, within the function that switches it on
     "gpu.nvidia": "grpo.models grpo.ranks",  # a GPU of NVIDIA's
     "gpu.sizes": "grpo.start",  # a GPU, and "auto"
-    "gpu.varlen": "grpo.forward",  # NVIDIA's GPU, in bfloat16
     "rewards.async_rewards": "grpo.prepare",  # async def rewards
     "rewards.failures": "grpo.prepare",  # MAX_FAILED_REWARDS
     "rewards.faults": "grpo.calls grpo.rewards",  # a mistake in the task
