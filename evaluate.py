@@ -39,7 +39,6 @@ from grpo.commands import scores
 from grpo.commands.merge import base_of, bits_of, load_base_tokenizer, merge_into
 from grpo.log import say
 from grpo.models import settings_in
-from grpo.options.gpu.sample_sizes import fit_worker
 from grpo.policy import make_policy
 from grpo.prepare import as_seen, gold_of, prepare_task
 from grpo.ranks import gathered, join_ranks, no_child_stays
@@ -95,7 +94,7 @@ def answered(policy, recipe, prompts, seed):
     """Yields (question, its GROUP_SIZE answers) for each of `prompts`, with their rewards. The
     random numbers depend on `seed` and SEED."""
     c = recipe.c
-    recipe = recipe.others(batch=max(fit_worker(c, policy, recipe.has_turns), c.GROUP_SIZE))
+    recipe = recipe.others(SAMPLE_BATCH=max(c.SAMPLE_BATCH, c.GROUP_SIZE))
     seed = rollout.seed_of("evaluate", c.SEED, seed)
     for group in rollout.sampled_and_rewarded(policy, recipe, prompts, seed=seed):
         yield group.index, [answer_of(sample) for sample in group.samples]

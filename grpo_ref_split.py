@@ -49,7 +49,7 @@ MAX_COMPLETION_TOKENS = 512  # completions are cut here; higher is slower (max_c
 STOP_TOKENS = ["<|im_end|>"]  # tokens that end a completion, besides EOS; unknown ones are ignored
 STOP_STRINGS = []  # texts that end a completion, such as "</answer>"; they are trained on, too
 TEMPERATURE = 1.0  # of sampling and log-probs; higher is more random; ref_server.py must agree
-SAMPLE_BATCH = "auto"  # completions that a rank samples at once; more are faster and need memory
+SAMPLE_BATCH = 64  # completions that a rank samples at once; more are faster and need memory
 SAMPLER = "torch"  # or "vllm", in ranks and workers (pip install -e .[vllm]; docs/performance.md)
 VLLM_CACHE_GB = 10.0  # GPU memory of vLLM's KV cache; more lets it sample more at once
 VLLM_SLEEP = False  # True: vLLM frees its GPU memory whenever there is nothing to sample
@@ -105,10 +105,10 @@ WEIGHT_DECAY = 0.0  # of AdamW; higher pulls the weights harder to 0
 MAX_GRAD_NORM = 1.0  # a gradient with a larger global norm is scaled down to it
 SEED = 0  # random seed of the order of questions and of sampling
 
-# --- Memory: "auto" is found by trial on a GPU; if memory runs out later, set a value ----------
-MICRO_BATCH_TOKENS = "auto"  # tokens per forward and backward; fewer save memory; same gradient
+# --- Memory: the largest batches run once at the start, and what does not fit ends the run -------
+MICRO_BATCH_TOKENS = 8_192  # tokens per forward and backward; fewer save memory; same gradient
 FUSED_LOSS = True  # True: log-probs in chunks (grpo_loss_triton.py); False: holds all logits
-GRADIENT_CHECKPOINTING = "auto"  # True: recomputes activations; slower, far less memory
+GRADIENT_CHECKPOINTING = True  # True: recomputes activations; slower, far less memory
 OFFLOAD_OPTIMIZER = False  # True: master weights, Adam states and the update are in CPU memory
 DTYPE = "auto"  # bfloat16 (with float32 masters) on a GPU that has it, else float32
 
@@ -185,7 +185,7 @@ def sample_rollout(run):
     with ranks.all_or_none(clock.part("wait")):  # collective
         set_advantages(run.recipe, [*sampled, *from_workers, *mine])  # line 9
         with clock.part(run.reference.part):
-            run.reference.fill(mine, run.sizes.micro_batch_tokens)
+            run.reference.fill(mine, c.MICRO_BATCH_TOKENS)
     with clock.part("wait"):
         groups = ranks.gather_groups(mine)  # collective
     seconds = clock.parts["sample"]
@@ -200,8 +200,8 @@ def sample_share(run, number, counts):
     # The rest goes to other ranks each time, so that none is ahead in the data
     more = (rank - step // run.c.UPDATES_PER_ROLLOUT) % world < number % world
     prompts = itertools.islice(run.stream, number // world + more)  # line 5
-    seed = rollout.seed_of(run.c.SEED, step, 0, rank)  # 0: as earlier versions had it
-    settings = {"seed": seed, "timed": lambda: run.clock.part("reward")}
+    settings = {"seed": rollout.seed_of(run.c.SEED, step, 0, rank)}  # 0: as earlier versions had it
+    settings["timed"] = lambda: run.clock.part("reward")
     groups = rollout.sampled_and_rewarded(run.sampler, run.recipe, prompts, **settings)
     for group in groups:  # lines 7, 8
         counts.update(tally := rollout.tally(run.recipe, group))  # flat groups too
@@ -300,7 +300,7 @@ def accumulate(run, samples, old, version):
     """
     engine, vocab, means = run.engine, run.policy.vocab_size, TokenStats(run.engine.device)
     rank, world = dist.get_rank(), dist.get_world_size()
-    rounds = plan_rounds(samples, engine.module.packs, rank, world, run.sizes.micro_batch_tokens)
+    rounds = plan_rounds(samples, engine.module.packs, rank, world, run.c.MICRO_BATCH_TOKENS)
     for done, (batch, is_filler) in enumerate(rounds, start=1):
         engine.set_gradient_accumulation_boundary(done == len(rounds))
         hidden, ids = engine([s.prompt for s in batch], [s.ids for s in batch])
@@ -322,7 +322,7 @@ def update(run, samples, step, old):
     """Collective: makes the update of step `step` (from 1) on the samples (line 11); returns
     metrics. If the gradient is not finite, no weight changes ("skipped"). `old`: see batch_loss."""
     c, rate = run.c, learning_rate(run.c, step)
-    limit = out_of_memory_names("MICRO_BATCH_TOKENS", run.sizes.micro_batch_tokens)
+    limit = out_of_memory_names("MICRO_BATCH_TOKENS", c.MICRO_BATCH_TOKENS)
     with run.clock.part("backward"), cpu_threads(), limit:
         metrics = accumulate(run, samples, old, version=step - 1)  # collective
     with leaving_evidence(run, step, samples, metrics):  # collective
@@ -445,8 +445,7 @@ def worker(**given):
 
     c = checks.settled(DEFAULTS, given)
     tokenizer, recipe, _ = prepare(c)
-    policy, batch = worker_policy(c, tokenizer, recipe.has_turns)
-    run_worker(policy, recipe.others(batch=batch))
+    run_worker(worker_policy(c, tokenizer), recipe)
 
 
 if __name__ == "__main__":

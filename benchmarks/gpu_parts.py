@@ -38,11 +38,10 @@ SMALL = KIND == "cpu" or "GPU_REPORT_SMALL" in os.environ
 FULL_GB = 75  # a GPU with less gets 0.5B in place of 3B, all of which takes 72 GB (computed)
 PACKAGES = "torch triton transformers tokenizers peft accelerate deepspeed numpy bottle waitress"
 SAVE_STEPS = 0  # never
-USUAL = "SAMPLE_BATCH", "MICRO_BATCH_TOKENS", "GRADIENT_CHECKPOINTING"
 LORA = {"LORA_RANK": 16}
 # The parts that train a few steps
 STEPS = {"lora": LORA, "offload": {"OFFLOAD_OPTIMIZER": True}, "full": {}}
-STEPS |= {"auto": LORA | dict.fromkeys(USUAL, "auto"), "ranks": LORA}  # ranks: on two GPUs
+STEPS |= {"ranks": LORA}  # on two GPUs
 
 
 # --- What parts share -------------------------------------------------------------------
@@ -262,20 +261,19 @@ def sums(name, **words):
 
 def step(name, **words):
     """Trains a few steps of 64 completions. Prints seconds by part, and the largest peak beside the
-    one that is computed for the sizes of a CPU."""
+    one that is computed."""
     from benchmarks import memory
 
     size, ranks = large(), 1 + (name == "ranks")
     if KIND == "gpu" and torch.accelerator.device_count() < ranks:
         return print("this machine has one GPU: not run")
     os.environ["COUNTING_PROMPT_TOKENS"] = "250"
-    usual = vars(memory.shipped(256, 256, REF_SERVER=None))
+    c = memory.shipped(256, 256, REF_SERVER=None, **STEPS[name])
     constants = {"MODEL": folder_of(size), "TASK": "benchmarks/counting.py", "EVAL_STEPS": 0}
     constants |= {"STEPS": 4, "PROMPTS_PER_STEP": 1 if SMALL else 8, "SKIP_FLAT_GROUPS": False}
-    constants |= {n: usual[n] for n in ("MAX_PROMPT_TOKENS", "MAX_COMPLETION_TOKENS", *USUAL)}
+    constants |= {"MAX_PROMPT_TOKENS": 256, "MAX_COMPLETION_TOKENS": 256}
     records = train(name, ranks=ranks, **constants | STEPS[name] | words)
     peak = max(r.get("gpu_memory_gb", 0) for r in records)
-    c = memory.Constants(usual | STEPS[name] | {n: usual[n] for n in USUAL})
     shape = [*memory.MODELS[size][:6], False]  # the counting model's head is not tied
     phases = memory.phases_with(memory.Sizes(memory.config_of(*shape), c.LORA_RANK), c, ranks)
     tensors = max(sum(parts.values()) for parts in phases.values())

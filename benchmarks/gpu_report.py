@@ -38,7 +38,7 @@ MINUTES = 9
 PARTS = {
     "facts": 40, "check": 60, "demo": 80, "resumed": 70, "loss": 45, "sampling": 60,
     "sums_bfloat16": 120, "sums_float32": 90, "lora": 70, "offload": 90, "full": 70,
-    "decoders": 70, "tests": 120, "auto": 60, "ranks": 70,
+    "decoders": 70, "tests": 120, "ranks": 70,
 }  # fmt: skip
 LEAST_SECONDS = 10  # with less time left a part does not begin
 GPU_TESTS = ["test_gpu.py", "test_loss_triton.py"]

@@ -3,12 +3,12 @@
     python benchmarks/memory.py > benchmarks/results/memory.md    # every table, as Markdown
     python benchmarks/memory.py Qwen2.5-3B 512 512                # a model, prompt, completion
 
-The product itself tries its sizes (grpo/options/gpu/sizes.py); see gpu_report.py's part "auto".
-The figures are sums of tensors in the order in which a step makes and frees them, for layers like
-Qwen2's. A phase is {part: bytes}: its parts live together, phases take turns, and the need is that
-of the largest, with an allowance for what no tensor shows (CUDA, NCCL, fragmentation), a guess.
-tests/options/gpu/test_sizes.py compares the figures with living tensors of the trainer's code on a
-CPU, and the numbers of README.md, docs/memory.md and presets/ with the tables. GB are 10^9 bytes.
+The product rehearses its largest batches (grpo/rehearsal.py). The figures are sums of tensors, in
+the order in which a step makes and frees them, for layers like Qwen2's. A phase is {part: bytes}:
+its parts live together, phases take turns, and the need is that of the largest, with an allowance
+for what no tensor shows (CUDA, NCCL, fragmentation), a guess. tests/test_sizes.py compares the
+figures with living tensors of the trainer's code on a CPU, and test_presets.py the numbers of
+README.md, docs/memory.md and presets/ with the tables. GB are 10^9 bytes.
 
 Symbols: the trainer's, and H hidden, I inner, K key width of a layer, L layers.
 """
@@ -30,13 +30,13 @@ import grpo_ref_split as trainer
 import ref_server
 from grpo.constants import Constants, read_preset
 from grpo.engine import BUCKET
-from grpo.options.gpu.sizes import TOKENS, completion_lengths, largest_batch
-from grpo.start import USUAL
+from grpo.rehearsal import completion_lengths, largest_batch
 
 BF16, FP32, FP64 = 2, 4, 8
 NF4 = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # bytes: 64 weights have a scale of 8 bits
 CONTEXT = 1.6e9  # allowance: CUDA context, kernels, cuBLAS workspaces, NCCL's buffers
 SLACK = 0.1  # allowance: fragmentation, of all that is freed again
+SPARE = 0.145  # 15 %, rounded: what presets leave free, as nobody has measured these figures
 WEIGHTS, ADAM = "weights", "master weights and Adam, fp32"
 STATES = WEIGHTS, ADAM, "gradients of a step, fp32"
 MODELS = {  # name: H, L, heads, key-value heads, I, V', tied; published parameters, in 10^9
@@ -70,6 +70,7 @@ PRESETS = {
     "two_machines": (80, 8, 24),
     "teacher": (48, 1, 24),
 }
+SMALL = "SAMPLE_BATCH=8 MICRO_BATCH_TOKENS=1024"
 TEACHERS = {"teacher": "Qwen2.5-7B"}  # preset: the server's model, where it is not the trainer's
 
 
@@ -116,10 +117,9 @@ class Sizes:
 
 # --- A layer, in bytes: of `tokens`, whose attention has so many `keys` and pairs in its mask ---
 def attention_bytes(m, tokens, keys, mask):
-    """Queries, keys, values and output of attention, and the log-sum of each head's queries in
-    float32; a mask makes SDPA repeat the key heads."""
-    kept = BF16 * 2 * (tokens * m.hidden + keys * (m.hidden if mask else m.kv))
-    return kept + BF16 * mask + FP32 * tokens * m.heads
+    """Queries, keys, values and output of attention, key heads repeated for all heads, and the
+    log-sum of each head's queries in float32."""
+    return BF16 * 2 * (tokens + keys) * m.hidden + BF16 * mask + FP32 * tokens * m.heads
 
 
 def layer_forward(m, tokens, keys, mask=0):
@@ -183,7 +183,7 @@ def micro_batches(c):
     that the trainer cuts, with completions at full length, and with short ones."""
     batches = []
     for completion in completion_lengths(c):
-        rows = len(largest_batch(c, c.MICRO_BATCH_TOKENS, True, completion))
+        rows = len(largest_batch(c, c.MAX_PROMPT_TOKENS, True, completion))
         prompts = -(-rows // c.GROUP_SIZE) * c.MAX_PROMPT_TOKENS
         new, keys = rows * (completion - 1), rows * (c.MAX_PROMPT_TOKENS + completion - 1)
         batches.append((prompts + new, keys, rows * completion))
@@ -294,10 +294,9 @@ def training_of(m, c, world, tokens, keys, trained):
 
 
 def shipped(prompt, completion, **others):
-    """Returns the trainer's Constants, with the sizes of a CPU where they are "auto"."""
-    usual = {name: value for name, value in USUAL.items() if trainer.DEFAULTS[name] == "auto"}
+    """Returns the trainer's Constants, with these limits."""
     tokens = {"MAX_PROMPT_TOKENS": prompt, "MAX_COMPLETION_TOKENS": completion}
-    return Constants(trainer.DEFAULTS | usual | tokens | others)
+    return Constants(trainer.DEFAULTS | tokens | others)
 
 
 def phases_of(m, prompt, completion, world=1, offload=False, **others):
@@ -336,12 +335,6 @@ def table(head, rows):
     print()
 
 
-def least(c, m, world):
-    """Returns the bytes that the trainer needs with the smallest sizes that "auto" tries."""
-    sizes = {"MICRO_BATCH_TOKENS": TOKENS[True][-1], "SAMPLE_BATCH": c.GROUP_SIZE}
-    return need(phases_with(m, c.but(**sizes), world))[0]
-
-
 def server_bytes(name):
     return need(server_phases(sizes_of(name, 0), 512, 512))[0]
 
@@ -375,12 +368,12 @@ def print_one_gpu():
 
 
 def of_preset(name, **others):
-    """Returns (constants, Sizes, bytes that the trainer needs at least, bytes of the server)."""
+    """Returns (constants, Sizes, bytes that the trainer needs, bytes of the server)."""
     c = shipped(512, 512, **read_preset(ROOT / f"presets/{name}.py") | others)
     model = c.MODEL.removeprefix("Qwen/")
     m = sizes_of(model, c.LORA_RANK, c.BASE_BITS)
     server = server_bytes(TEACHERS.get(name, model)) if c.REF_SERVER else 0
-    return c, m, least(c, m, PRESETS[name][1]), server
+    return c, m, need(phases_with(m, c, PRESETS[name][1]))[0], server
 
 
 def print_presets():
@@ -392,19 +385,20 @@ def print_presets():
         where = f"1 x {of_server}" if of_server else "in the trainer"
         row = [f"`presets/{name}.py`", c.MODEL[5:] + how, f"{world} x {gpu}", where, gb(size)]
         rows.append([*row, gb(server) if server else "", gb(in_ram(m)) if "offload" in how else ""])
-    head = ["preset", "trained", "GPUs, GB", "the reference", "trainer, at least", "server", "RAM"]
+    head = ["preset", "trained", "GPUs, GB", "the reference", "trainer", "server", "RAM"]
     table(head, rows)
     t4 = [f"`presets/{name}.py` {gb(float32_bytes(name))}" for name in PRESETS if "1x16gb" in name]
-    print(f"A T4 has no bfloat16. In float32 they need there, at least: {', '.join(t4)}.\n")
+    print(f"A T4 has no bfloat16. With {SMALL} they need there: {', '.join(t4)}.\n")
 
 
 def float32_bytes(name):
-    """Returns what a preset's trainer needs at least if all that is bfloat16 is float32."""
+    """Returns what a preset's trainer needs with small sizes, and float32 for bfloat16."""
     global BF16
     try:
         BF16 = FP32
-        c = of_preset(name)[0]
-        return least(c, Sizes(config_of(*MODELS[c.MODEL[5:]]), c.LORA_RANK, c.BASE_BITS), 1)
+        c = of_preset(name, SAMPLE_BATCH=8, MICRO_BATCH_TOKENS=1024)[0]
+        m = Sizes(config_of(*MODELS[c.MODEL[5:]]), c.LORA_RANK, c.BASE_BITS)
+        return need(phases_with(m, c, 1))[0]
     finally:
         BF16 = 2
 

@@ -16,7 +16,7 @@ def address(what, pattern):
 KINDS = [  # (kind, constants)
     (WHOLE, """PROMPTS_PER_STEP GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS STEPS
         EVAL_QUESTIONS KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT WAIT_LIMIT_SECONDS
-        REWARD_TIMEOUT_SECONDS IDLE_LIMIT"""),
+        REWARD_TIMEOUT_SECONDS IDLE_LIMIT MICRO_BATCH_TOKENS SAMPLE_BATCH"""),
     (COUNT, """LORA_RANK WARMUP_STEPS SEED EVAL_STEPS PUBLISH_STEPS
         MAX_STALENESS REFERENCE_REFRESH_STEPS OVERLONG_TOKENS
         MAX_FAILED_REWARDS SAVE_STEPS"""),
@@ -24,11 +24,9 @@ KINDS = [  # (kind, constants)
         MAX_GRAD_NORM"""),
     (POSITIVE, "VLLM_CACHE_GB"),
     (FLAG, """MASK_TRUNCATED ADVANTAGE_STD UNBIASED_KL TRAINER_SAMPLES
-        FUSED_LOSS OFFLOAD_OPTIMIZER KEEP_BEST VLLM_SLEEP"""),
+        FUSED_LOSS GRADIENT_CHECKPOINTING OFFLOAD_OPTIMIZER KEEP_BEST VLLM_SLEEP"""),
     (TEXT, "MODEL TASK RUN_DIR EVAL_SPLIT"),
     (list_of("strings, none of them empty", TEXT[1]), "STOP_TOKENS STOP_STRINGS"),
-    (or_("auto", WHOLE), "MICRO_BATCH_TOKENS SAMPLE_BATCH"),
-    (or_("auto", FLAG), "GRADIENT_CHECKPOINTING"),
     (constants.DTYPE, "DTYPE"),
     (one_of(16, 4), "BASE_BITS"),
     (one_of("grpo", "dapo", "dr_grpo"), "LOSS_TYPE"),  # grpo.loss.LOSS_TYPES, which needs torch
@@ -60,7 +58,7 @@ RELATIONS = [  # (constant, what it must be, whether it is), of constants of the
     ("OFFLOAD_OPTIMIZER", "False with BASE_BITS = 4, as the adapters' optimizer is small",
      lambda c: c.BASE_BITS == 16 or not c.OFFLOAD_OPTIMIZER),
     ("SAMPLE_BATCH", "GROUP_SIZE or more, as a group is sampled as a whole",
-     lambda c: c.SAMPLE_BATCH == "auto" or c.SAMPLE_BATCH >= c.GROUP_SIZE),
+     lambda c: c.SAMPLE_BATCH >= c.GROUP_SIZE),
     ("TEMPERATURE", "above 0: at 0 all completions of a group are equal",
      lambda c: c.TEMPERATURE > 0),
     ("ADAM_BETAS", "two numbers", lambda c: len(c.ADAM_BETAS) == 2),

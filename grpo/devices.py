@@ -7,10 +7,6 @@ import re
 
 import torch
 
-# Completions sampled at once on a CPU, where nothing is tried: the system kills a process that
-# takes too much memory
-CPU_BATCH = 64
-
 
 def accelerator():
     """Returns the device type of this machine's accelerator: "cuda" (also for ROCm's GPUs), "xpu",

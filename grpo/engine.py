@@ -13,13 +13,13 @@ from grpo.ranks import gathered
 BUCKET = 50_000_000  # parameters whose gradients are reduced together
 
 
-def make_engine(c, policy, gradient_checkpointing):
+def make_engine(c, policy):
     """Collective: returns DeepSpeed's engine around a CompletionModel of the policy's model. `c`
     has the trainer's constants as attributes."""
     import deepspeed
 
     on_gpu = policy.model.device.type != "cpu"
-    model = CompletionModel(policy.model, gradient_checkpointing=gradient_checkpointing)
+    model = CompletionModel(policy.model, gradient_checkpointing=c.GRADIENT_CHECKPOINTING)
     # We use only what the models of all ranks can do: all must plan the same micro-batches
     abilities = model.packs, model.separable, model.notes
     packs, separable, notes = zip(*gathered(abilities), strict=True)

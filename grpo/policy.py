@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -25,7 +25,6 @@ class Policy:
     stop_strings: object = None  # StopStrings, or None
     lora: bool = False  # whether adapters are trained, and the model itself is frozen
     contexts: tuple = ()  # functions, called before sampling: each returns a context for it
-    sizes: dict = field(default_factory=dict)  # of "auto" constants: what only this sampler knows
 
     @property
     def noise(self):

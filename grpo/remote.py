@@ -21,7 +21,7 @@ REQUEST_TOKENS = 1 << 16  # about the tokens of one request; a larger group is s
 # (GB, a preset, arguments): from so many GB on, a GPU trains with either, without a server
 LORA = "REF_SERVER=None LORA_RANK=16 LEARNING_RATE=1e-5"
 ALONE = [(83, "presets/3b_1x80gb.py", "REF_SERVER=None"), (23, "presets/3b_1x24gb.py", LORA)]
-ALONE += [(7.5, "presets/1.5b_1x16gb.py", f"{LORA} MODEL=Qwen/Qwen2.5-1.5B")]
+ALONE += [(15, "presets/1.5b_1x16gb.py", f"{LORA} MODEL=Qwen/Qwen2.5-1.5B")]
 
 
 class RemoteReference:

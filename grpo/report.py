@@ -10,6 +10,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
@@ -161,8 +162,12 @@ def leaving_evidence(run, step, samples, metrics, other="sampler"):
 
 def check_update(run, metrics, samples):
     """Collective: raises RunFailed after too many updates in a row that were not finite, or if the
-    first update shows that the reference is not the right one."""
+    first update shows that the reference is not the right one. Logs the peak of a GPU's memory."""
     progress, c = run.progress, run.c
+    if (peak := metrics.get("gpu_memory_gb")) and len(run.laps) == 1:
+        room = torch.accelerator.get_memory_info()[1] / 1e9
+        more = ": MICRO_BATCH_TOKENS may be raised" if peak < room / 2 else ""
+        say(f"the first step took {peak:.0f} of {room:.0f} GB{more}")
     if metrics["skipped"]:
         from grpo.options.training.evidence import skip_step
 

@@ -52,7 +52,7 @@ def sampled(policy, recipe, prompts, *, seed):
     groups = stream(
         (question and Prompt(question, question.ids) for question in prompts),
         group_size=recipe.c.GROUP_SIZE,
-        max_sequences=recipe.batch,
+        max_sequences=recipe.c.SAMPLE_BATCH,
         max_new_tokens=recipe.c.MAX_COMPLETION_TOKENS,
         temperature=recipe.c.TEMPERATURE,
         seed=seed,

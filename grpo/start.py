@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from grpo.calls import environment_rewards
 from grpo.checkpoint import check_disk, try_save
-from grpo.devices import CPU_BATCH, accelerator
 from grpo.engine import make_engine, training_threads
 from grpo.log import say
 from grpo.metrics import Clock
@@ -16,45 +15,12 @@ from grpo.models import weights_of
 from grpo.policy import Policy, make_policy, make_sampler
 from grpo.ranks import all_or_none
 from grpo.reference import LocalReference, NoReference, is_teacher
+from grpo.rehearsal import rehearse
 from grpo.report import RunFolder, as_json
 from grpo.resume import Progress, data_of, open_run
 from grpo.rollout import Stream
 from grpo.scoring import use_triton
 from grpo.task import Recipe
-
-# What "auto" is on a CPU
-USUAL = {"SAMPLE_BATCH": CPU_BATCH, "MICRO_BATCH_TOKENS": 8_192, "GRADIENT_CHECKPOINTING": True}
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The constants with these names, in which sizes that fit have replaced "auto"."""
-
-    sample_batch: int
-    micro_batch_tokens: int
-    gradient_checkpointing: bool
-
-    def constants(self):
-        return {name.upper(): value for name, value in vars(self).items()}
-
-
-def fit_sizes(c, policy, sampler, batch_loss, turns):
-    """Collective: returns the Sizes, the same on all ranks, because all must plan the same
-    micro-batches. Raises SystemExit if nothing fits. `batch_loss` is the trainer's function;
-    `turns` is whether a completion may have several.
-
-    A checkpoint keeps the numbers. A run that resumes logs which of them have changed.
-    """
-    found = {name: getattr(c, name) for name in USUAL} | sampler.sizes
-    auto = [name for name in USUAL if found[name] == "auto"]
-    if auto and accelerator():
-        from grpo.options.gpu.sizes import try_sizes
-
-        found |= try_sizes(c, policy, auto, batch_loss, turns)
-    elif auto:
-        usual = USUAL | {"SAMPLE_BATCH": max(CPU_BATCH, c.GROUP_SIZE)}
-        found |= {name: usual[name] for name in auto}
-    return Sizes(**{name.lower(): value for name, value in found.items()})
 
 
 class NoWorkers:
@@ -78,8 +44,7 @@ class Run:
     """What a run holds from its start to its end, on each rank."""
 
     c: object  # the trainer's Constants
-    sizes: Sizes  # what fits, for the constants that may be "auto"
-    record: dict  # the constants as JSON, with sizes, weights and outcome as this run has them
+    record: dict  # the constants as JSON, with weights and outcome as this run has them
     policy: Policy
     sampler: object  # what samples with its weights: the policy itself, or a VLLMPolicy
     engine: object  # DeepSpeed's, around a CompletionModel of the policy's model
@@ -171,7 +136,7 @@ def models_of(c, policy, reference):
 
 def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     """Collective: returns the Run, new or resumed. `server` is a ReferenceClient, or None;
-    `batch_loss` is the trainer's function, for trials."""
+    `batch_loss` is the trainer's function, for the rehearsal."""
     rank = dist.get_rank()
     say(f"curves and samples while it runs: python plot.py live {Path(c.RUN_DIR).parent}")
     policy = make_policy(c, tokenizer)
@@ -179,13 +144,12 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
         if rank == 0 and c.SAVE_STEPS:
             try_save(c, policy)
     reference = make_reference(c, policy, server)  # by MODEL, before a checkpoint is loaded
-    sampler = make_sampler(c, policy)  # collective; before fit_sizes, which uses what it leaves
-    # Collective; a local reference's copy is on the GPU already
-    sizes = fit_sizes(c, policy, sampler, batch_loss, recipe.has_turns)
-    recipe = recipe.others(batch=sizes.sample_batch)
+    sampler = make_sampler(c, policy)  # collective
     resolved = {"REWARD_WEIGHTS": recipe.weights, "OUTCOME": recipe.outcome}
-    record = as_json(vars(c) | sizes.constants() | resolved)
-    engine = make_engine(c, policy, sizes.gradient_checkpointing)
+    record = as_json(vars(c) | resolved)
+    engine = make_engine(c, policy)
+    longest = max(len(question.ids) for question in [*recipe.prompts, *questions])
+    rehearse(c, policy, engine, batch_loss, longest, recipe.has_turns)  # collective
     stream = Stream(recipe.prompts, c.SEED, rank, dist.get_world_size())
     data = data_of(recipe) | models_of(c, policy, reference)  # collective
     uses = uses_of(c, policy, sampler, engine, recipe, reference)
@@ -195,7 +159,6 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     workers = serve_workers(c, recipe, policy, progress)  # collective
     return Run(
         c=c,
-        sizes=sizes,
         record=record,
         policy=policy,
         sampler=sampler,

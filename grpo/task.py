@@ -100,15 +100,14 @@ class Recipe:
     prompts: list  # Questions of the training split
     weights: dict | None = None  # {reward: weight}: REWARD_WEIGHTS, or the task's (resolved)
     outcome: str = ""  # the reward that decides correctness: OUTCOME, or the task's (resolved)
-    batch: int | None = None  # completions sampled at once: SAMPLE_BATCH, or what fits
     submit: object = None  # begins a call of an async function (start_loop), if the task has one
     failures: object = None  # Failures, or None: the first failed reward ends the run
     # opening_of, by a prompt's ids: rewards and reply() see it before a completion
     opening: object = staticmethod(lambda ids: "")
 
-    def others(self, batch=None, **changes):
-        """Returns a copy of the recipe with some constants changed, and `batch` if it is given."""
-        return replace(self, c=self.c.but(**changes), batch=batch or self.batch)
+    def others(self, **changes):
+        """Returns a copy of the recipe with some constants changed."""
+        return replace(self, c=self.c.but(**changes))
 
     @property
     def has_turns(self):

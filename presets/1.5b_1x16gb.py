@@ -2,7 +2,7 @@
 
     python grpo_ref_split.py presets/1.5b_1x16gb.py
 
-Computed, not run: of the GPU's 15.6 GB the trainer needs 5.7 GB at least, and 1.6 times that on
+Computed, not run: of the GPU's 15.6 GB the trainer needs 12.1 GB, and 1.6 times that on
 a T4, which has no bfloat16. The reference is the model without its adapter. A checkpoint is an
 adapter (python -m grpo.commands.merge).
 """
@@ -12,3 +12,4 @@ RUN_DIR = "runs/1.5b_1x16gb"
 REF_SERVER = None
 LORA_RANK = 16
 LEARNING_RATE = 1e-5
+SAMPLE_BATCH = 112

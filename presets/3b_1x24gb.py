@@ -2,7 +2,7 @@
 
     python grpo_ref_split.py presets/3b_1x24gb.py
 
-Computed, not run: of the GPU's 25.2 GB the trainer needs 9.0 GB at least. Full training does not
+Computed, not run: of the GPU's 25.2 GB the trainer needs 17.1 GB. Full training does not
 fit, not even with OFFLOAD_OPTIMIZER. The reference is the model without its adapter. A checkpoint
 is an adapter (python -m grpo.commands.merge).
 """
@@ -12,3 +12,4 @@ RUN_DIR = "runs/3b_1x24gb"
 REF_SERVER = None
 LORA_RANK = 16
 LEARNING_RATE = 1e-5
+SAMPLE_BATCH = 112

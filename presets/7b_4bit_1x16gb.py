@@ -2,7 +2,7 @@
 
     python grpo_ref_split.py presets/7b_4bit_1x16gb.py
 
-Needs pip install -e .[bits]. Computed, not run: of the GPU's 15.6 GB the trainer needs 8.8 GB at
+Needs pip install -e .[bits]. Computed, not run: of the GPU's 15.6 GB the trainer needs 13.1 GB at
 least. The reference is the model without its adapter. A checkpoint is an adapter
 (python -m grpo.commands.merge).
 """
@@ -13,3 +13,4 @@ REF_SERVER = None
 LORA_RANK = 16
 BASE_BITS = 4
 LEARNING_RATE = 1e-5
+SAMPLE_BATCH = 32

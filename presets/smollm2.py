@@ -26,5 +26,6 @@ KL_BETA = 0.01
 LEARNING_RATE = 1.5e-5
 WARMUP_STEPS = 2
 FINAL_LR = 0.1
+SAMPLE_BATCH = 64
 MICRO_BATCH_TOKENS = 1024  # larger ones need more memory and are no faster on a CPU
 GRADIENT_CHECKPOINTING = False

@@ -3,7 +3,7 @@
     CUDA_VISIBLE_DEVICES=1 python ref_server.py presets/teacher.py MODEL=Qwen/Qwen2.5-7B   # first
     CUDA_VISIBLE_DEVICES=0 python grpo_ref_split.py presets/teacher.py                     # then
 
-Computed, not run: of its GPU's 47.7 GB the trainer needs at least 32.3 GB; the server needs
+Computed, not run: of its GPU's 47.7 GB the trainer needs 35.2 GB; the server needs
 18.3 GB of the other GPU.
 To learn from the teacher alone, set REWARD_WEIGHTS = {} and KL_BETA = 1 (docs/teacher.md).
 """
@@ -13,3 +13,4 @@ RUN_DIR = "runs/teacher"
 KL_BETA = 0.2  # weight of the teacher; at 1 the rewards would hardly count
 UNBIASED_KL = True  # gives the gradient of on-policy distillation
 SKIP_FLAT_GROUPS = False  # the teacher helps even if all completions are wrong
+SAMPLE_BATCH = 224

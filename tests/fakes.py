@@ -56,6 +56,7 @@ CONSTANTS = {  # of a small run
     "PROMPTS_PER_STEP": 3,
     "GROUP_SIZE": GSIZE,
     "SAMPLE_BATCH": 64,
+    "MICRO_BATCH_TOKENS": 24,
     "MAX_PROMPT_TOKENS": 20,
     "MAX_COMPLETION_TOKENS": 8,
     "REWARD_WEIGHTS": NAMES,
@@ -72,7 +73,7 @@ def a_recipe(prompts=(), *, task=None, submit=None, **constants):
         rewards=lambda item, text: dict(zip(NAMES, item[text], strict=True))
     )
     c = Constants(trainer.DEFAULTS | CONSTANTS | constants)
-    found = c.REWARD_WEIGHTS, c.OUTCOME, c.SAMPLE_BATCH
+    found = c.REWARD_WEIGHTS, c.OUTCOME
     questions = [prompt and Question(*prompt) for prompt in prompts]
     return Recipe(c, task, questions, *found, submit)
 
@@ -125,7 +126,6 @@ def a_run(recipe, **parts):
         "clock": Clock(),
         "progress": Progress("run"),
         "workers": NoWorkers(),
-        "sizes": SimpleNamespace(micro_batch_tokens=24),
     }
     return SimpleNamespace(recipe=recipe, greedy=recipe, c=recipe.c, **own | parts)
 

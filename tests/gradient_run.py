@@ -74,7 +74,6 @@ def bad_steps(engine, policy):
         rows[3].ref_logps = [p + value for p in rows[3].ref_logps]
         before = [p.clone() for p in policy.model.parameters()]
         run = SimpleNamespace(engine=engine, policy=policy, sampler=policy, c=c, clock=Clock())
-        run.sizes = SimpleNamespace(micro_batch_tokens=8_192)
         run.reference = SimpleNamespace(info={"model": c.MODEL})
         metrics = trainer.update(run, rows, 100, "kept")
         pairs = zip(before, policy.model.parameters(), strict=True)
@@ -105,12 +104,12 @@ def main(model, out):
     loss_types = ("grpo", "dapo", "dr_grpo")
     result = {(t, "plain"): plain_gradient(policy, make_rows(policy, t)) for t in loss_types}
     join_ranks(60)
-    engine = make_engine(c, policy, True)
-    run = SimpleNamespace(engine=engine, policy=policy, c=c)
+    engine = make_engine(c, policy)
+    run = SimpleNamespace(engine=engine, policy=policy)
     for loss_type in loss_types:
         for name, budget in BUDGETS.items():
             rows = make_rows(policy, loss_type)
-            run.sizes = SimpleNamespace(micro_batch_tokens=budget)
+            run.c = c.but(MICRO_BATCH_TOKENS=budget)
             metrics = trainer.accumulate(run, rows, "kept", 99)
             gradient = [safe_get_full_grad(p).flatten() for p in policy.model.parameters()]
             result[loss_type, name] = torch.cat(gradient)
@@ -122,7 +121,7 @@ def main(model, out):
     tokenizer = policy.tokenizer
     for dtype in ("float32", "bfloat16") if dist.get_world_size() > 1 else ():
         policy = load_policy(model, tokenizer, dtype)
-        engine = make_engine(c.but(OFFLOAD_OPTIMIZER=True), policy, True)
+        engine = make_engine(c.but(OFFLOAD_OPTIMIZER=True), policy)
         result["bad"][f"{dtype}, offload"] = bad_steps(engine, policy)
     if dist.get_rank() == 0:
         torch.save(result, out)

@@ -14,6 +14,7 @@ import grpo_ref_split as trainer
 from evaluate import OF_TASK, run_of
 from grpo.checkpoint import CONSTANTS
 from grpo.commands.merge import merge
+from grpo.policy import Policy
 from tasks import arithmetic
 
 RUN = {"TASK": "even", "MAX_PROMPT_TOKENS": 128, "MAX_COMPLETION_TOKENS": 6, "EVAL_QUESTIONS": 12}
@@ -54,11 +55,11 @@ def answers(folder=OURS, kind="greedy"):
 
 
 def test_a_checkpoint_is_evaluated_with_the_constants_of_its_run(model, monkeypatch, capsys):
-    sizes, fit = [], evaluate.fit_worker
-    noted = lambda c, *given: sizes.append(c.SAMPLE_BATCH) or fit(c, *given)
-    monkeypatch.setattr(evaluate, "fit_worker", noted)
-    run(monkeypatch, model, "even", "SEED=3", "--samples", 4, "SAMPLE_BATCH=9")
-    assert sizes == [9, 9]
+    sizes, rows = [], Policy.stream
+    noted = lambda *given, **own: sizes.append(own["max_sequences"]) or rows(*given, **own)
+    monkeypatch.setattr(Policy, "stream", noted)
+    run(monkeypatch, model, "even", "SEED=3", "--samples", 4, "SAMPLE_BATCH=3", "GROUP_SIZE=2")
+    assert sizes == [3, 4]  # a question's samples are a group
     found, kind = numbers(), "4 samples at temperature 1"
     greedy, sampled = answers(), answers(kind=kind)
     assert list(greedy) == list(sampled) == list(range(12))

@@ -11,7 +11,6 @@ from processes import PATIENCE, QUICK, command_of, launch, learned, records, sta
 
 import grpo_ref_split as trainer
 from grpo.report import as_json
-from grpo.start import USUAL
 
 ROOT = Path(__file__).parent.parent
 SMALL = QUICK | {"MAX_PROMPT_TOKENS": 64, "EVAL_STEPS": 0, "REF_SERVER": None}
@@ -53,7 +52,7 @@ def test_a_second_main_in_a_process_has_nothing_of_the_first(tiny, tmp_path):
     """It had the first one's REWARD_WEIGHTS, OUTCOME, sizes and preset."""
     shared = {k: v for k, v in SMALL.items() if k not in ("SAMPLE_BATCH", "MICRO_BATCH_TOKENS")}
     shared |= {"MODEL": str(tiny), "STEPS": 1, "PROMPTS_PER_STEP": 1}
-    first = {"GROUP_SIZE": 80, "KL_BETA": 0, "TEMPERATURE": 0.9, "LORA_RANK": 4}
+    first = {"GROUP_SIZE": 80, "SAMPLE_BATCH": 80, "KL_BETA": 0, "TEMPERATURE": 0.9, "LORA_RANK": 4}
     presets = [
         shared | {"TASK": task_of(tmp_path, name, text), "RUN_DIR": str(tmp_path / name)} | own
         for name, text, own in (("weighed", WEIGHED, first), ("plain", PLAIN, {}))
@@ -79,11 +78,11 @@ def test_a_second_main_in_a_process_has_nothing_of_the_first(tiny, tmp_path):
     assert uses[0] == uses[1] | {"reference": "none", "dtype": "float32, LoRA of rank 4"}
     line = "; ".join(f"{name}: {what}" for name, what in uses[1].items())
     assert line in (tmp_path / "log").read_text()
-    task = {"REWARD_WEIGHTS": {"a": 2.0, "b": 1.0}, "OUTCOME": "b", "SAMPLE_BATCH": 80}
-    none = {"REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward", "SAMPLE_BATCH": 64}
+    task = {"REWARD_WEIGHTS": {"a": 2.0, "b": 1.0}, "OUTCOME": "b"}
+    none = {"REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward"}
     for preset, own in zip(presets, (task, none), strict=True):
         state = json.loads(Path(preset["RUN_DIR"], "final/trainer/state.json").read_text())
-        assert state["constants"] == as_json(trainer.DEFAULTS | USUAL | preset | own)
+        assert state["constants"] == as_json(trainer.DEFAULTS | preset | own)
     (step,) = learned(tmp_path / "plain")
     assert "rewards/reward/mean" in step and "rewards/a/mean" not in step and "kl" in step
 

@@ -14,9 +14,7 @@ import grpo_ref_split as trainer
 import ref_server
 from grpo.checks import settled
 from grpo.constants import command_line
-from grpo.options.gpu.sample_sizes import SPARE
 from grpo.remote import ReferenceClient
-from grpo.start import USUAL
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -60,7 +58,6 @@ def test_a_presets_commands_start_the_scripts_with_it(name, monkeypatch):
     given = constants_of("grpo_ref_split.py", trainer, name, monkeypatch)
     trained = vars(settled(trainer.DEFAULTS, given))
     assert trained["RUN_DIR"] == f"runs/{name}"
-    assert all(trained[size] == "auto" for size in USUAL)
     if LAYOUTS[name][2] is None:
         assert trained["REF_SERVER"] is None
         return
@@ -73,7 +70,7 @@ def test_a_presets_commands_start_the_scripts_with_it(name, monkeypatch):
 
 
 def fits(size, gpu):
-    return size <= (1 - SPARE) * memory.CARDS[gpu] * 1e9
+    return size <= (1 - memory.SPARE) * memory.CARDS[gpu] * 1e9
 
 
 @presets
@@ -104,7 +101,7 @@ def advice(capsys, monkeypatch, gpus, gb):
     return re.findall(r"^    python (.*)$", capsys.readouterr().out, re.MULTILINE)
 
 
-@pytest.mark.parametrize("gb", [7.6, *memory.CARDS.values()])
+@pytest.mark.parametrize("gb", memory.CARDS.values())
 def test_a_trainer_alone_on_one_gpu_names_two_commands_that_fit_it(gb, capsys, monkeypatch):
     """A bare `python grpo_ref_split.py` would only wait for a server."""
     monkeypatch.delenv("RANK", raising=False)
@@ -115,10 +112,9 @@ def test_a_trainer_alone_on_one_gpu_names_two_commands_that_fit_it(gb, capsys, m
         monkeypatch.setattr(sys, "argv", command.split())
         c = settled(trainer.DEFAULTS, command_line(trainer.DEFAULTS, trainer.__doc__)[1])
         m = memory.sizes_of(c.MODEL.removeprefix("Qwen/"), c.LORA_RANK)
-        tried = memory.shipped(512, 512, **{k: v for k, v in vars(c).items() if k not in USUAL})
         assert c.REF_SERVER is None
-        assert memory.least(tried, m, 1) <= (1 - SPARE) * gb * 1e9
-    assert not advice(capsys, monkeypatch, 2, gb) and not advice(capsys, monkeypatch, 1, 4.0)
+        assert memory.need(memory.phases_with(m, c, 1))[0] <= (1 - memory.SPARE) * gb * 1e9
+    assert not advice(capsys, monkeypatch, 2, gb) and not advice(capsys, monkeypatch, 1, 14.0)
 
 
 def test_the_numbers_of_the_docs_are_those_that_the_benchmark_prints(capsys):

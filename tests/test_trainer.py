@@ -85,7 +85,6 @@ def test_backward_and_optimiser_have_the_ranks_share_of_the_cores(monkeypatch):
     monkeypatch.setattr(engine, "training_threads", lambda: before + 1)
     run = a_run(a_recipe(), engine=SimpleNamespace(module=SimpleNamespace(head=None)))
     run.policy = SimpleNamespace(dtype="float32")
-    run.sizes = SimpleNamespace(micro_batch_tokens=8)
     run.reference = SimpleNamespace(info={"model": "tiny"})
     trainer.update(run, [], 1, "now")
     assert seen == [before + 1] * 2 and torch.get_num_threads() == before

@@ -1,8 +1,6 @@
 """Whole runs on the simulated GPU, by DeepSpeed's engine in its accelerator for CUDA: sampling,
 scoring, updates, publishing, evaluation, checkpoints, and the runs that resume from them."""
 
-import json
-
 import pytest
 import torch
 from processes import QUICK, records
@@ -13,7 +11,6 @@ import grpo_ref_split as trainer
 import ref_server
 from demo import free_port
 from grpo import remote
-from grpo.start import USUAL
 from grpo.wire import pack_ids, pack_logps, unpack_ids, unpack_logps
 from rehearsal.events import counted
 
@@ -91,16 +88,12 @@ def test_a_run_with_a_reference_and_workers_policies_resumes(main, tiny, tmp_pat
 
 def test_adapters_with_an_offloaded_optimizer_and_auto_sizes_resume(main, tmp_path, capfd):
     settings = {"KL_BETA": 0, "LORA_RANK": 4, "OFFLOAD_OPTIMIZER": True, "EVAL_STEPS": 9}
-    settings |= dict.fromkeys(USUAL, "auto")
     main(**settings)
-    filled = "MICRO_BATCH_TOKENS = 16384, GRADIENT_CHECKPOINTING = False fits: "
-    assert filled in (out := capfd.readouterr().out) and "SAMPLE_BATCH = 256 fits: " in out
+    capfd.readouterr()
     first = load_file(tmp_path / "run/step_000001/adapter_model.safetensors")
-    state = json.loads((tmp_path / "run/step_000001/trainer/state.json").read_text())
-    assert [state["constants"][name] for name in USUAL] == [256, 16_384, False]
     steps = main(STEPS=2, **settings)
     assert [r["step"] for r in steps] == [1, 2] and not any(r["skipped"] for r in steps)
     second = load_file(tmp_path / "run/step_000002/adapter_model.safetensors")
     changed = [name for name in first if (first[name] != second[name]).any()]
     assert len(changed) == len(first) == 28  # A and B of 7 linear layers of both blocks
-    assert (out := capfd.readouterr().out).count(filled) == 1 and "STEPS 1 -> 2\n" in out
+    assert "STEPS 1 -> 2\n" in capfd.readouterr().out

@@ -33,7 +33,6 @@ from grpo.proof import NOISE, TF32_NOISE
 from grpo.sample import Sample
 from grpo.sampler import completion_text, next_prompts
 
-SEQUENCES = 256  # SAMPLE_BATCH if it is "auto"
 # The whole distribution (top_k 0 is off), with our stops instead of the model's
 PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
 
@@ -46,8 +45,6 @@ class VLLMPolicy:
         trains, and then all ranks must call this together: vLLM makes process groups of them.
         Raises SystemExit if the device can't do what the constants require."""
         check_device(c)
-        most = max(SEQUENCES, c.GROUP_SIZE)
-        self.sizes = {"SAMPLE_BATCH": most if c.SAMPLE_BATCH == "auto" else c.SAMPLE_BATCH}
         self.tokenizer, self.model, self.numbers = tokenizer, model, itertools.count()
         device = own_device()
         self.name, self.dtype = c.MODEL, choose_dtype(c.DTYPE, device)
@@ -237,7 +234,7 @@ def start(c, policy, on_gpu):
         # would use the first GPU
         distributed_executor_backend="external_launcher" if policy.model is not None else None,
         max_model_len=policy.max_tokens,
-        max_num_seqs=policy.sizes["SAMPLE_BATCH"],
+        max_num_seqs=c.SAMPLE_BATCH,
         kv_cache_memory_bytes=int(c.VLLM_CACHE_GB * 1e9),  # set, so that vLLM does not profile
         gpu_memory_utilization=0.01,  # vLLM only checks that this share is free
         enforce_eager=not on_gpu,  # compile on a GPU only

@@ -17,7 +17,6 @@ import safetensors.torch
 
 from grpo.client import CUT_OFF, Client
 from grpo.log import tell
-from grpo.options.gpu.sample_sizes import fit_worker
 from grpo.options.workers.policy_proof import SharedPolicy, check_proof
 from grpo.options.workers.shared_settings import check_settings, settings_of
 from grpo.policy import make_policy
@@ -28,22 +27,20 @@ from grpo.wire import pack_group, sha256_of
 ASK_SECONDS = 0.5  # between two requests for more room while completions are being sampled
 
 
-def worker_policy(c, tokenizer, turns):
-    """Returns (policy, its SAMPLE_BATCH) of a process that only samples. `turns`: as fit_worker."""
+def worker_policy(c, tokenizer):
+    """Returns the policy of a process that only samples."""
     if c.SAMPLER == "vllm":
         from grpo.options.sampling.vllm_policy import VLLMPolicy
 
-        policy = VLLMPolicy(c, tokenizer)
-        return policy, policy.sizes["SAMPLE_BATCH"]
-    policy = SharedPolicy(**vars(make_policy(c, tokenizer)))
-    return policy, fit_worker(c, policy, turns)
+        return VLLMPolicy(c, tokenizer)
+    return SharedPolicy(**vars(make_policy(c, tokenizer)))
 
 
 def run_worker(policy, recipe, name=None):
     """Samples until no trainer has answered for WAIT_LIMIT_SECONDS; then it raises TooLong.
 
     `policy` has stream, text, load, logps, rest, dtype, noise and tokenizer, as SharedPolicy, and
-    for a task with reply() eos_ids. `recipe.batch` is set. Raises RuntimeError if its log-probs
+    for a task with reply() eos_ids. Raises RuntimeError if its log-probs
     differ from the trainer's, SystemExit if its model or its settings differ.
     """
     worker = Worker(policy, recipe, name or unique_name())

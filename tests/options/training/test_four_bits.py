@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import move, tiny_policy
+from fakes import a_recipe, move, tiny_policy
 from families import tiny_model
 from processes import QUICK, command_of, free_port, launch, learned, start
 from safetensors.torch import load_file
@@ -19,9 +19,9 @@ from grpo.checks import settled
 from grpo.commands.merge import bits_of, merge, merge_into
 from grpo.forward import CompletionModel
 from grpo.models import load_model, weights_of
-from grpo.options.gpu import sample_sizes
 from grpo.options.training.lora import add_adapters
 from grpo.reference import is_teacher
+from grpo.rehearsal import sample_longest
 from grpo.start import make_reference
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -51,11 +51,10 @@ def dequantized(model):
     return plain
 
 
-def test_sizes_are_tried_with_adapters_beside_the_layers(tiny):
+def test_the_rehearsal_has_adapters_beside_the_layers(tiny):
     """Merging them into packed weights ended a run on a GPU at its start."""
     policy = tiny_policy(tiny, lora_rank=4, bits=4)
-    c = SimpleNamespace(MAX_PROMPT_TOKENS=8, MAX_COMPLETION_TOKENS=4, TEMPERATURE=1.0)
-    sample_sizes.sample(c, policy, 4, 8)
+    sample_longest(a_recipe(GROUP_SIZE=4, SAMPLE_BATCH=8).c, policy, 8, turns=False)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "opt", "gpt2", "gemma2"])
