@@ -107,7 +107,7 @@ SEED = 0  # random seed of the order of questions and of sampling
 
 # --- Memory: the largest batches run once at the start, and what does not fit ends the run -------
 MICRO_BATCH_TOKENS = 8_192  # tokens per forward and backward; fewer save memory; same gradient
-FUSED_LOSS = True  # True: log-probs in chunks (grpo_loss_triton.py); False: holds all logits
+FUSED_LOSS = False  # True: log-probs by kernels in Triton (grpo_loss_triton.py); NVIDIA only
 GRADIENT_CHECKPOINTING = True  # True: recomputes activations; slower, far less memory
 OFFLOAD_OPTIMIZER = False  # True: master weights, Adam states and the update are in CPU memory
 DTYPE = "auto"  # bfloat16 (with float32 masters) on a GPU that has it, else float32
@@ -136,8 +136,7 @@ if __name__ == "__main__":  # reports a mistake before torch is imported
 import torch
 import torch.distributed as dist
 
-import grpo_loss_triton
-from grpo import checkpoint, ranks, resume, rollout
+from grpo import checkpoint, chunked, ranks, resume, rollout
 from grpo import loss as plain_loss
 from grpo.devices import out_of_memory_names
 from grpo.engine import cpu_threads, learning_rate, take_step
@@ -172,11 +171,8 @@ def sample_rollout(run):
         run.reference.ask(group)
     missing = c.PROMPTS_PER_STEP - len(theirs) if c.TRAINER_SAMPLES else 0
     if missing > 0:
-        with (
-            ranks.all_or_none(clock.part("wait")),  # collective
-            clock.part("sample"),
-            run.sampler.follow(p.step),  # copies new weights to vLLM
-        ):
+        waits = ranks.all_or_none(clock.part("wait"))  # collective; follow: new weights for vLLM
+        with waits, clock.part("sample"), run.sampler.follow(p.step):
             for group in sample_share(run, missing, counts):
                 sampled.append(group)
                 if not group.skipped:
@@ -265,7 +261,9 @@ def batch_loss(c, hidden, head, ids, batch, vocab_size, old="now", version=0):
         parts = [part if isinstance(part, list) else [part] * s.length for part, s in pairs]
         return torch.tensor([x for part in parts for x in part], device=ids.device)
 
-    linear_logps = (grpo_loss_triton if c.FUSED_LOSS else plain_loss).linear_logps
+    linear_logps = chunked.linear_logps
+    if c.FUSED_LOSS:
+        from grpo_loss_triton import linear_logps
     settings = {"temperature": c.TEMPERATURE, "vocab_size": vocab_size, "entropy": True}
     logps, entropy = linear_logps(hidden, head, ids, **settings)
     sampler_logps = per_token([s.of_model(s.logps) for s in batch])

@@ -23,7 +23,7 @@ import sys
 
 import torch
 
-import grpo_loss_triton
+from grpo import chunked
 from grpo.loss import group_advantages, linear_logps, policy_loss, token_weights
 
 R = torch.tensor([1.0, 2.0, 0.0])
@@ -363,7 +363,7 @@ def test_9_train_what_was_drawn():
 def test_10_the_logits_are_computed_twice():
     """10. Logits need not be kept: the backward pass computes them again, to the same gradient.
     The logits z = H W^T have V numbers per token, and autograd keeps their softmax for the backward
-    pass. grpo_loss_triton.py makes z chunk by chunk and keeps two numbers per token: the largest
+    pass. grpo/chunked.py makes z chunk by chunk and keeps two numbers per token: the largest
     logit and the log of the sum of exp(z). The backward pass makes the same z again, and so p. Its
     gradient is right, as the loss sees z through logp alone: autograd brings the slope by logp from
     policy_loss, and for a token y, by lesson 1, dz_j = slope ([y = j] - p_j). So dH = dz W, and
@@ -371,13 +371,13 @@ def test_10_the_logits_are_computed_twice():
     ---
     10. logits 不必保留：backward 时再算一遍，梯度不变。
     logits z = H W^T 每个 token 有 V 个数，autograd 要把它们的 softmax 留到 backward。
-    grpo_loss_triton.py 分 chunk 算 z，每个 token 只留两个数：最大的 logit，以及 exp(z) 之和的对数。
+    grpo/chunked.py 分 chunk 算 z，每个 token 只留两个数：最大的 logit，以及 exp(z) 之和的对数。
     backward 重新算出同一个 z，从而得到 p。梯度没有错，因为 loss 只通过 logp 看到 z：autograd 从
     policy_loss 送来对 logp 的斜率 slope，对 token y，由第 1 课，dz_j = slope ([y = j] - p_j)。于是
     dH = dz W，dW = dz^T H，后者由各 chunk 相加。W 取 policy 的 logits，h = 1：dW 与第 3 课相同。"""
     W = policy()[0].detach()[:, None].requires_grad_()  # (V, 1)
     h, ids, kept = torch.ones(4, 1, requires_grad=True), torch.tensor([0, 0, 1, 2]), {}
-    for logps_of, numbers in [(linear_logps, "4 * 3"), (grpo_loss_triton.linear_logps, "4 * 2")]:
+    for logps_of, numbers in [(linear_logps, "4 * 3"), (chunked.linear_logps, "4 * 2")]:
         kept.clear()  # what autograd keeps, each tensor once
         keep = torch.autograd.graph.saved_tensors_hooks
         with keep(lambda t: kept.update({t.data_ptr(): t}) or t, lambda t: t):

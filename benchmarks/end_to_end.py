@@ -37,7 +37,6 @@ OPTIONS = {
     "ours": "",
     "a KL to a copy of MODEL": "KL_BETA=0.01",
     "LoRA of rank 16": "LORA_RANK=16",
-    "all logits at once": "FUSED_LOSS=False",
     "activations recomputed": "GRADIENT_CHECKPOINTING=True",
 }
 IN_BFLOAT16 = {"bfloat16": "DTYPE=bfloat16"}

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -146,31 +145,6 @@ def ceilings(n):
     copy = 2 * source.nbytes / median_seconds(lambda: target.copy_(source), 10)
     product = 2 * n**3 / median_seconds(lambda: a @ b, 10)
     print(f"copy {copy / 1e12:.3f} TB/s; product of {n} in bfloat16 {product / 1e12:.3f} TFLOP/s")
-
-
-def check():
-    """Compares our loss and its gradients with float64's, beside plain torch and a planted fault.
-    Ours may have twice plain torch's error, and the fault must have more."""
-    import grpo_loss_triton
-    from benchmarks import loss as module
-
-    ours, plain = module.LOSSES[module.OURS], module.LOSSES[module.PLAIN]
-    fault = lambda b: ours(SimpleNamespace(**vars(b) | {"ids": (b.ids + 1) % 1000}))
-    methods = {"ours": ours, "plain torch": plain, "a planted fault: other ids": fault}
-    shape, tokens = ("small", 64) if SMALL else ("Qwen2.5-3B", 1024)
-    batch = module.make_batch(shape, tokens, 0.75, tokens // 4)
-    print(f"{shape} {module.SHAPES[shape]}, {module.DTYPE}, {len(batch.packed)} tokens;", end=" ")
-    print(f"by Triton's kernels: {grpo_loss_triton.use_triton(batch.hidden)}\n")
-    errors = {name: module.errors(method, plain, batch) for name, method in methods.items()}
-    head = ["against float64", "error of the loss", "of dH, relative", "of dW"]
-    table(head, [[name, *found] for name, found in errors.items()])
-    mine, torchs, wrong = ([float(x) for x in found] for found in errors.values())
-    # Plain torch's error of the loss may be 0 by chance
-    most = [2 * x + more for x, more in zip(torchs, (1e-4, 1e-6, 1e-6), strict=True)]
-    right = all(x <= limit for x, limit in zip(mine, most, strict=True))
-    seen = all(x > limit for x, limit in zip(wrong, most, strict=True))
-    print(f"\nVERDICT: ours is right: {right}; the planted fault is seen: {seen}")
-    return right and seen
 
 
 def loss():
@@ -307,7 +281,7 @@ def decoders():
     rates(large(), 64)
 
 
-ALONE = {f.__name__: f for f in (facts, check, loss, demo, resumed, sampling, decoders)}
+ALONE = {f.__name__: f for f in (facts, loss, demo, resumed, sampling, decoders)}
 
 
 def run(name, **words):

@@ -39,6 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import grpo_loss_triton
 from benchmarks.measure import CORES, DEVICE, KIND, apart, facts, peak_bytes
+from grpo import chunked
 from grpo import loss as grpo_loss
 
 # --- What is measured ---------------------------------------------------------------
@@ -117,8 +118,8 @@ class BareProducts(torch.autograd.Function):
         return logits @ weight, logits.T @ hidden
 
 
-def ours(b, chunks_in_bf16=grpo_loss_triton.CHUNKS_IN_OWN_DTYPE):
-    grpo_loss_triton.CHUNKS_IN_OWN_DTYPE = chunks_in_bf16  # the backward pass reads it
+def ours(b, chunks_in_bf16=chunked.CHUNKS_IN_OWN_DTYPE):
+    chunked.CHUNKS_IN_OWN_DTYPE = chunks_in_bf16  # the backward pass reads it
     return with_policy_loss(our_logps, True)(b)
 
 
@@ -159,6 +160,10 @@ def with_policy_loss(logps_of, unpadded):
 
 # --- The log-probs: hidden, weight, ids, training -> logps ----------------------------
 def our_logps(hidden, weight, ids, training):
+    return chunked.linear_logps(hidden, weight, ids)
+
+
+def triton_logps(hidden, weight, ids, training):
     return grpo_loss_triton.linear_logps(hidden, weight, ids)
 
 
@@ -198,6 +203,7 @@ def forward_only(logps_of):
 
 BARE, OURS, PLAIN = "bare GEMMs", "**ours**", "plain torch (grpo/loss.py)"
 PER_TOKEN = {  # name: (log-probs, whether they need no padding)
+    **({"ours, FUSED_LOSS = True": (triton_logps, True)} if KIND == "gpu" else {}),
     PLAIN: (plain_logps, True),
     "simple_GRPO's row loop": (row_loop, False),
     "TRL, its trainer's fused head": (trl_fused_head, True),
@@ -349,7 +355,7 @@ def measure(methods, found, b, small):
     training = methods is LOSSES
     tokens, itemsize = len(b.packed), b.weight.element_size()
     each = itemsize if itemsize == 4 else 4 + training * itemsize  # of a logit, and its gradient
-    chunk = min(tokens, grpo_loss_triton.chunk_rows(b.packed, b.weight))
+    chunk = min(tokens, chunked.chunk_rows(b.packed, b.weight))
     chunk *= len(b.weight) * each
     floor = chunk + training * (b.hidden.nbytes + b.weight.nbytes)
     columns = "forward | and backward | x bare | " if training else "ms | x bare | "

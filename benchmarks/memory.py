@@ -25,9 +25,9 @@ sys.path.insert(0, str(ROOT))
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-import grpo_loss_triton
 import grpo_ref_split as trainer
 import ref_server
+from grpo import chunked
 from grpo.constants import Constants, read_preset
 from grpo.engine import BUCKET
 from grpo.rehearsal import completion_lengths, largest_batch
@@ -162,18 +162,20 @@ def layer_backward(m, tokens, keys):
 
 
 def chunk_bytes(m, tokens):
-    """The most that the loss holds of logits and their gradient, with FUSED_LOSS: a chunk."""
-    return (FP32 + BF16) * m.vocab * min(tokens, chunk_rows(m))
+    """The most that the loss holds of logits and their gradient: a chunk, and three copies of a
+    slab in float32 (none with FUSED_LOSS)."""
+    rows = min(tokens, chunk_rows(m))
+    return (FP32 + BF16) * m.vocab * rows + 3 * FP32 * min(chunked.SLAB, m.vocab * rows)
 
 
 def chunk_rows(m):
-    most = max(128, grpo_loss_triton.CHUNK_BYTES // ((FP32 + BF16) * m.vocab))
+    most = max(128, chunked.CHUNK_BYTES // ((FP32 + BF16) * m.vocab))
     return -(-most // 128) * 128
 
 
 def head_gradient(m, tokens):
     """What the loss holds of the head's gradient: over many chunks it is summed in float32."""
-    few = tokens <= grpo_loss_triton.CHUNKS_IN_OWN_DTYPE * chunk_rows(m)
+    few = tokens <= chunked.CHUNKS_IN_OWN_DTYPE * chunk_rows(m)
     return m.embedding * (BF16 if few else BF16 + FP32)
 
 

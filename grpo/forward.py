@@ -2,7 +2,7 @@
 
     model = CompletionModel(AutoModelForCausalLM.from_pretrained(...))
     hidden, ids = model(prompts, completions)         # lists of id lists -> (N, H), (N,)
-    logps = linear_logps(hidden, model.head, ids)     # grpo/loss.py or grpo_loss_triton.py
+    logps = linear_logps(hidden, model.head, ids)     # grpo/chunked.py
 
 All sequences of a batch form one row of tokens without padding: a prompt, its completions, the next
 prompt. The G completions of a group share a prompt, so it runs only once, forward and backward.

@@ -5,7 +5,7 @@ become a weight for each token, and hidden states become log-probs. The loss is 
 tokens of weight * objective. This sum is never divided, because the weights hold every denominator.
 So however a step is cut into micro-batches and ranks, its parts add up to the same gradient.
 
-`linear_logps` holds the (N, V) logits several times over. grpo_loss_triton.py has a function of the
+`linear_logps` holds the (N, V) logits several times over. chunked.py has a function of the
 same name and signature that never holds them; the trainer uses it, and the tests compare the two.
 All the rest is plain torch on one number per token, and is written nowhere else.
 

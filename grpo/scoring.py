@@ -5,10 +5,10 @@ score_groups(model, [(prompts, completions), ...], ...)    # [log-probs (N,), ..
 
 import torch
 
+from grpo.chunked import linear_logps
 from grpo.devices import is_out_of_memory, release_memory
 from grpo.log import tell
 from grpo.packing import pack_by_tokens, sizes_of
-from grpo_loss_triton import linear_logps, use_triton  # noqa: F401 (start.py, which may not)
 
 
 def score_groups(model, groups, *, budget, temperature, vocab_size):

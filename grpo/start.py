@@ -19,7 +19,6 @@ from grpo.rehearsal import rehearse
 from grpo.report import RunFolder, as_json
 from grpo.resume import Progress, data_of, open_run
 from grpo.rollout import Stream
-from grpo.scoring import use_triton
 from grpo.task import Recipe
 
 
@@ -91,7 +90,7 @@ def uses_of(c, policy, sampler, engine, recipe, reference):
     """Returns {name: what the run uses for it}. What failed its trial has been replaced."""
     model, weight = engine.module, next(policy.model.parameters())
     device = torch.cuda.get_device_name() if weight.is_cuda else weight.device.type
-    chunks = "in chunks, by Triton" if use_triton(weight) else "in chunks, by torch"
+    chunks = "in chunks, by Triton" if c.FUSED_LOSS else "in chunks, by torch"
     lora = f", LoRA of rank {c.LORA_RANK}" + " on weights of 4 bits" * (c.BASE_BITS == 4)
     beside = recipe.submit or environment_rewards(recipe.task)
     return {
@@ -100,7 +99,7 @@ def uses_of(c, policy, sampler, engine, recipe, reference):
         "dtype": policy.dtype + lora * bool(c.LORA_RANK),
         "sampler": sampler.describe(c),
         "attention": "packed, in buckets" if model.packs else "each completion with its prompt",
-        "loss": chunks if c.FUSED_LOSS and model.separable else "all logits at once",
+        "loss": chunks if model.separable else "all logits at once",
         "reference": reference.what,
         "rewards": "beside the sampling" if beside else "in the main thread",
     }

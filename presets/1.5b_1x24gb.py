@@ -2,7 +2,7 @@
 
     python grpo_ref_split.py presets/1.5b_1x24gb.py
 
-Computed, not run: of the GPU's 25.2 GB the trainer needs 18.8 GB. The optimizer and its
+Computed, not run: of the GPU's 25.2 GB the trainer needs 19.0 GB. The optimizer and its
 states do not fit there; they take 27.8 GB of RAM.
 """
 

@@ -2,7 +2,7 @@
 
     deepspeed grpo_ref_split.py presets/1.5b_4x24gb.py
 
-Computed, not run: of a GPU's 25.2 GB the trainer needs 17.8 GB.
+Computed, not run: of a GPU's 25.2 GB the trainer needs 18.1 GB.
 """
 
 MODEL = "Qwen/Qwen2.5-1.5B"

@@ -2,7 +2,7 @@
 
     python grpo_ref_split.py presets/3b_1x48gb.py
 
-Computed, not run: of the GPU's 47.7 GB the trainer needs 33.1 GB. The optimizer and its
+Computed, not run: of the GPU's 47.7 GB the trainer needs 33.3 GB. The optimizer and its
 states do not fit there; they take 55.5 GB of RAM.
 """
 

@@ -2,7 +2,7 @@
 
     python grpo_ref_split.py presets/3b_1x80gb.py
 
-Computed, not run: of the GPU's 84.9 GB the trainer needs 69.4 GB.
+Computed, not run: of the GPU's 84.9 GB the trainer needs 69.6 GB.
 """
 
 MODEL = "Qwen/Qwen2.5-3B"

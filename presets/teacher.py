@@ -4,7 +4,7 @@
     CUDA_VISIBLE_DEVICES=0 python grpo_ref_split.py presets/teacher.py                     # then
 
 Computed, not run: of its GPU's 47.7 GB the trainer needs 35.2 GB; the server needs
-18.3 GB of the other GPU.
+18.5 GB of the other GPU.
 To learn from the teacher alone, set REWARD_WEIGHTS = {} and KL_BETA = 1 (docs/teacher.md).
 """
 

@@ -3,7 +3,7 @@
     GRPO_TOKEN=secret python ref_server.py presets/two_machines.py             # first, on gpu02
     GRPO_TOKEN=secret deepspeed grpo_ref_split.py presets/two_machines.py      # then, on gpu01
 
-Computed, not run: of a GPU's 84.9 GB the trainer needs 40.8 GB. The server needs 18.3 GB,
+Computed, not run: of a GPU's 84.9 GB the trainer needs 40.8 GB. The server needs 18.5 GB,
 so a GPU of 24 GB is enough. With PUBLISH_STEPS=1 other GPUs of gpu02 can sample
 (docs/several_machines.md).
 """

@@ -6,6 +6,7 @@ deepspeed --num_gpus 2 tests/gradient_run.py MODEL OUT.pt
 import os
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -56,11 +57,12 @@ def make_rows(policy, loss_type):
 
 def plain_gradient(policy, rows):
     """The specification: one batch, not packed, no chunks, no DeepSpeed, no plan."""
-    c = settled(trainer.DEFAULTS, {"FUSED_LOSS": False})
+    c = settled(trainer.DEFAULTS, {})
     model = CompletionModel(policy.model)
     model.packs = False
     hidden, ids = model([row.prompt for row in rows], [row.ids for row in rows])
-    loss, _ = trainer.batch_loss(c, hidden, model.head, ids, rows, policy.vocab_size, "kept")
+    with mock.patch.object(trainer.chunked, "linear_logps", linear_logps):
+        loss, _ = trainer.batch_loss(c, hidden, model.head, ids, rows, policy.vocab_size, "kept")
     gradient = torch.autograd.grad(loss, list(policy.model.parameters()))
     return torch.cat([g.flatten() for g in gradient])
 

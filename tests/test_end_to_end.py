@@ -63,7 +63,7 @@ def test_families_train_on_two_ranks_against_a_reference_of_another_size(tiny, t
         "gemma2": (Gemma2Config, SMALL | {"head_dim": 8},  # soft-caps its logits
                    {"RATIO_LEVEL": "sequence", "UPDATES_PER_ROLLOUT": 2}),
         "gpt2": (GPT2Config, gpt2,  # ships dropout 0.1, which would make the ratio noise
-                 {"LOSS_TYPE": "dapo", "FUSED_LOSS": False, "GRADIENT_CHECKPOINTING": False}),
+                 {"LOSS_TYPE": "dapo", "GRADIENT_CHECKPOINTING": False}),
     }  # fmt: skip
     presets = []
     for name, (config, settings, constants) in families.items():

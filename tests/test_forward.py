@@ -10,7 +10,7 @@ import torch
 from families import FAMILIES, PROMPTS, SLOW, TOLERANCE, VOCAB, plain_logps, tiny_model
 from torch.nn import functional
 
-import grpo_loss_triton
+from grpo import chunked
 from grpo.forward import CompletionModel, has_plain_head
 
 # Rows of PROMPTS, whose tokens number 1, 5, 9 and 3. 0 is the filler and the models' pad id, 2 is
@@ -28,7 +28,7 @@ PROMPT_OF, COMPLETIONS = (list(column) for column in zip(*ROWS, strict=True))
 ALONE = SLOW | {"bloom"}  # families that can't be packed
 
 
-def logps_of(model, prompts, completions, temperature=1.0, module=grpo_loss_triton):
+def logps_of(model, prompts, completions, temperature=1.0, module=chunked):
     hidden, ids = model(prompts, completions)
     settings = {"temperature": temperature, "vocab_size": VOCAB}
     return module.linear_logps(hidden, model.head, ids, **settings), ids

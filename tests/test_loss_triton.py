@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import grpo_loss_triton as fused
+from grpo import chunked
 from grpo import loss as plain
 
 # --- Engines -------------------------------------------------------------------------
@@ -32,14 +33,14 @@ def interpreted():
     with triton.knobs.runtime.scope():  # sets TRITON_INTERPRET, which only the decorators read
         triton.knobs.runtime.interpret = True
         spec.loader.exec_module(module)
-    module.use_triton = lambda tensor: True
+    module.check_device = lambda device: None
     return module
 
 
 @pytest.fixture(params=[
     "rows",
     pytest.param("interpreter", marks=NEEDS_TRITON),
-    pytest.param("cuda", marks=[NEEDS_TRITON, NEEDS_CUDA]),
+    pytest.param("cuda", marks=[NEEDS_TRITON, NEEDS_CUDA, pytest.mark.gpu]),
 ])  # fmt: skip
 def engine(request, monkeypatch):
     """-> name, module, device."""
@@ -50,7 +51,9 @@ def engine(request, monkeypatch):
         monkeypatch.setattr(tl, "sum", lambda x, axis: tl.reduce(x, axis, of._sum_combine))
     return types.SimpleNamespace(
         name=request.param,
-        module=interpreted() if request.param == "interpreter" else fused,
+        module={"rows": lambda: chunked, "interpreter": interpreted, "cuda": lambda: fused}[
+            request.param
+        ](),
         device="cuda" if request.param == "cuda" else "cpu",
     )
 
@@ -132,9 +135,9 @@ def test_any_width(engine, vocab, width, count):
 def test_the_result_does_not_depend_on_the_chunks(engine, rows, monkeypatch):
     tensors = make(24 if rows else 140, width=33, device=engine.device)
     if rows:
-        monkeypatch.setattr(engine.module, "chunk_rows", lambda *_: rows)
+        monkeypatch.setattr(chunked, "chunk_rows", lambda *_: rows)
     else:  # of a GPU: 128 rows, the least, and 12
-        monkeypatch.setattr(engine.module, "CHUNK_BYTES", 1)
+        monkeypatch.setattr(chunked, "CHUNK_BYTES", 1)
     check(engine, tensors)
     with Recorder() as recorder:
         run(engine.module, *tensors)
@@ -159,7 +162,7 @@ def test_the_heads_gradient_is_summed_in_float32_over_many_chunks(engine, monkey
         pytest.skip("its bf16 is cut off, not rounded, and that bias hides the sum's")
     tensors = make(256, width=1009, dtype=torch.bfloat16, device=engine.device)
     whole = run(engine.module, *tensors)[1][1]
-    monkeypatch.setattr(engine.module, "chunk_rows", lambda *_: 1)
+    monkeypatch.setattr(chunked, "chunk_rows", lambda *_: 1)
     many = run(engine.module, *tensors)[1][1]
     assert many.dtype == torch.bfloat16
     assert error(many, whole) < 3.5e-3
@@ -207,9 +210,9 @@ def test_no_product_is_made_for_what_is_frozen(engine, trained):
 
 def test_the_logits_never_exist_at_once(monkeypatch):
     """A chunk, here of two of the slabs that a CPU takes at once, is the largest tensor made."""
-    monkeypatch.setattr(fused, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", 1)
     tensors, largest = make(512, width=16_384, hidden=4), []
-    for module in (fused, plain):
+    for module in (chunked, plain):
         with Recorder() as recorder:
             run(module, *tensors)
         largest.append(recorder.largest)
@@ -264,30 +267,7 @@ def test_logps_of_logits(engine, name):
         check(engine, (logits, None, ids, torch.randn(ids.shape)), temperature=0.7)
 
 
-# --- A kernel that does not work ---------------------------------------------------
-@NEEDS_TRITON
-@pytest.mark.parametrize("engine", ["interpreter"], indirect=True)
-@pytest.mark.parametrize("fault", [None, "raises", "wrong"])
-def test_a_kernel_that_does_not_work_is_said_and_done_without(engine, fault, monkeypatch):
-    """A card too old, no compiler, a bug: tried on three rows before it is trusted."""
-    forward = engine.module.triton_forward
-
-    def faulty(logits, ids, logps, *others):
-        if fault == "raises":
-            raise RuntimeError("Failed to find C compiler")
-        forward(logits, ids, logps, *others)
-        logps += 0.02
-
-    if fault:
-        monkeypatch.setattr(engine.module, "triton_forward", faulty)
-    works = functools.partial(engine.module.kernels_work.__wrapped__, torch.device("cpu"))
-    if fault is None:
-        tried, real = [], engine.module.triton_backward
-        note = lambda z, grad, *rest: tried.append((z.dtype, grad.dtype)) or real(z, grad, *rest)
-        monkeypatch.setattr(engine.module, "triton_backward", note)
-        assert works(torch.float32) and works(torch.bfloat16)
-        assert tried == [(torch.float32, dtype) for dtype in (torch.float32, torch.bfloat16)]
-        return
-    why = {"raises": "Failed to find C compiler", "wrong": "differs by 0.02"}[fault]
-    with pytest.warns(UserWarning, match=f"kernels fail.*{why}"):
-        assert not works(torch.float32)
+# --- Where there is no card ------------------------------------------------------------
+def test_the_kernels_are_refused_where_they_can_not_run():
+    with pytest.raises(SystemExit, match="FUSED_LOSS = True needs Triton and a GPU"):
+        run(fused, *make())

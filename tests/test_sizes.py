@@ -18,8 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import memory
 from memory import BF16, FP32, trainer
 
-import grpo_loss_triton
-from grpo import rehearsal
+from grpo import chunked, rehearsal
 from grpo.devices import out_of_memory_names
 from grpo.forward import CompletionModel
 from grpo.metrics import Clock
@@ -77,9 +76,9 @@ def test_computed_and_rehearsed_sizes_are_those_of_living_tensors(case, monkeypa
     config = memory.config_of(*shape)
     m = memory.Sizes(config, rank, bits)
     policy = random_policy(config, rank, tmp_path if bits == 4 else None)
-    # a CPU's chunk of logits, and no rows for torch's copies: the GPU's kernel works in place
-    monkeypatch.setattr(grpo_loss_triton, "CHUNK_BYTES", BF16 * m.vocab * m.hidden)
-    monkeypatch.setattr(grpo_loss_triton, "slabs", lambda *_: iter(()))
+    # a CPU's chunk of logits, and its slabs
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", BF16 * m.vocab * m.hidden)
+    monkeypatch.setattr(chunked, "SLAB", chunked.SLAB_ON_CPU)
     own = {"LORA_RANK": rank, "GROUP_SIZE": group, "SAMPLE_BATCH": 8, "MICRO_BATCH_TOKENS": 512}
     c = memory.shipped(prompt, completion, **own, GRADIENT_CHECKPOINTING=checkpointing)
     model = CompletionModel(policy.model, gradient_checkpointing=checkpointing)

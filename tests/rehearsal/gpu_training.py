@@ -5,7 +5,7 @@ import torch
 from families import tiny_model
 from oracle import VARIANTS, error, make, run
 
-import grpo_loss_triton
+from grpo import chunked
 from grpo import loss as plain_loss
 from grpo.forward import CompletionModel
 
@@ -13,7 +13,7 @@ from grpo.forward import CompletionModel
 TOLERANCE = 3e-5
 PROMPTS = [[5, 6, 7, 8, 9]] * 3 + [[3, 4, 5]] * 3
 COMPLETIONS = [[i + 10] * (1 + 2 * i) for i in range(6)]
-LOSSES = {"fused": grpo_loss_triton, "plain": plain_loss}
+LOSSES = {"fused": chunked, "plain": plain_loss}
 CLIP = {"clip_low": 0.2, "clip_high": 0.3, "kl_beta": 0.04}
 
 

@@ -9,8 +9,8 @@ import pytest
 from fakes import a_recipe, move, sampled, tiny_policy
 from rank_threads import Ranks
 
-import grpo_loss_triton
 import grpo_ref_split as trainer
+from grpo import chunked
 from grpo.forward import CompletionModel
 from grpo.metrics import TokenStats
 from grpo.options.training.evidence import size_of, skip_step, summary, tokens_of
@@ -110,14 +110,14 @@ def test_log_probs_of_the_tokens_beside_fit_when_they_are_moved(tiny, alone):
 
 def test_a_kernel_moves_some_tokens_far_and_the_others_by_rounding(tiny, alone, monkeypatch):
     """One of the seven chunks in which the tokens pass the LM head."""
-    policy, chunks, forward = tiny_policy(tiny), [], grpo_loss_triton.torch_forward
+    policy, chunks, forward = tiny_policy(tiny), [], chunked.torch_forward
     samples = samples_of(policy)
 
     def broken(logits, *others):
         chunks.append(len(logits))
         forward(logits.roll(1, dims=1) if len(chunks) == 3 else logits, *others)
 
-    monkeypatch.setattr(grpo_loss_triton, "torch_forward", broken)
+    monkeypatch.setattr(chunked, "torch_forward", broken)
     gaps = gaps_of(policy, samples)
     assert gaps["median"] < 1e-5 and gaps["largest"] > 1
     tokens = tokens_of(samples, "sampler")

@@ -17,6 +17,7 @@ import evaluate
 import grpo_ref_split as trainer
 from grpo import metrics, report
 from grpo.calls import TaskError
+from grpo.chunked import linear_logps
 from grpo.forward import CompletionModel
 from grpo.models import prompt_ids
 from grpo.options.sampling.stop_strings import StopStrings
@@ -24,7 +25,6 @@ from grpo.options.turns import turns
 from grpo.options.turns.turns import bridge, play, show_turns
 from grpo.sample import Question, Sample
 from grpo.sampler import next_prompts
-from grpo_loss_triton import linear_logps
 from plot import show_samples
 from tasks import calculator, guess
 from tasks.__main__ import with_replies
@@ -306,10 +306,9 @@ def group(tokenizer):
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-@pytest.mark.parametrize("fused", [True, False])
-def test_the_tasks_tokens_are_not_trained_and_count_nowhere(group, policy, loss_type, fused, alone):
+def test_the_tasks_tokens_are_not_trained_and_count_nowhere(group, policy, loss_type, alone):
     """The gradient is that of a sum by hand over the model's tokens; so are the means."""
-    constants = {"LOSS_TYPE": loss_type, "FUSED_LOSS": fused, "KL_BETA": 0.1, "IS_CAP": 0.0}
+    constants = {"LOSS_TYPE": loss_type, "KL_BETA": 0.1, "IS_CAP": 0.0}
     recipe = a_recipe(REWARD_WEIGHTS={"reward": 1.0}, **constants)
     talk = group.samples[0]
     pairs = zip(talk.logps, talk.is_model_token, strict=True)
