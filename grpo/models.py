@@ -23,7 +23,7 @@ from transformers import (
 from transformers.utils import cached_file, logging
 
 from grpo.constants import fault_of
-from grpo.devices import accelerator, is_out_of_memory, keep_freed_memory
+from grpo.devices import accelerator, check_driver, is_out_of_memory, keep_freed_memory
 from grpo.log import announced, say
 
 
@@ -52,16 +52,9 @@ def own_device():
     if kind := accelerator():
         device = f"{kind}:{os.environ.get('LOCAL_RANK', '0')}"
         torch.accelerator.set_device_index(device)
-        if kind == "cuda":
-            from grpo.options.gpu.nvidia import check_build
-
-            check_build(torch.device(device))
         return device
     if torch.version.cuda:
-        from grpo.options.gpu.nvidia import check_driver, is_there
-
-        if is_there():
-            check_driver()
+        check_driver()
     keep_freed_memory()
     return "cpu"
 

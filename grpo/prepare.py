@@ -21,10 +21,6 @@ def prepare(c, needs_server=False):
     is loaded. `server` is None if it is not needed; `c` has the trainer's constants."""
     from grpo.models import check_context
 
-    if c.SAMPLER == "vllm":
-        from grpo.options.sampling.vllm_policy import check_compiler
-
-        check_compiler()
     server = None
     if needs_server:
         from grpo.remote import ReferenceClient

@@ -8,7 +8,6 @@ the others wait until the group's time limit, which is logged at the start, or N
 import atexit
 import contextlib
 import functools
-import importlib.util
 import itertools
 import multiprocessing
 import os
@@ -25,8 +24,6 @@ from grpo.log import announced, say
 from grpo.models import own_device
 from grpo.stop import end_with_parent, stop
 
-# Variables in which mpirun or srun gives the number of processes
-LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 # Variables that give a process its rank and the address of rank 0
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LEAST_SECONDS = 1800  # the least time limit: a single rank may sample, evaluate or save for long
@@ -35,10 +32,9 @@ LEAST_SECONDS = 1800  # the least time limit: a single rank may sample, evaluate
 # --- A process becomes a rank ---------------------------------------------------------
 def stand_alone():
     """Makes a process that no launcher has started the only rank; otherwise DeepSpeed would look
-    for MPI. Raises SystemExit if this is one of several processes and can't know its rank."""
-    if "RANK" in os.environ or any(int(os.environ.get(name) or 1) > 1 for name in LAUNCHED):
-        missing = [name for name in NEEDED if name not in os.environ]
-        if missing and not importlib.util.find_spec("mpi4py"):  # DeepSpeed would ask MPI
+    for MPI. Raises SystemExit if it has a rank, but not all that it needs to find the others."""
+    if "RANK" in os.environ:
+        if missing := [name for name in NEEDED if name not in os.environ]:
             raise SystemExit(
                 f"a process of several needs the environment variables {', '.join(missing)}:"
                 " start all with deepspeed or torchrun, or with srun as in docs/several_machines.md"
@@ -60,11 +56,7 @@ def join_ranks(wait_limit_seconds):
         end_with_parent(signal.SIGTERM)  # a launcher that was killed can't stop its ranks
     import deepspeed  # takes seconds, and tests of the trainer's functions do not need it
 
-    if own_device().startswith("cuda"):
-        from grpo.options.gpu.nvidia import forget_pynvml
-
-        forget_pynvml(os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
-    else:
+    if own_device() == "cpu":
         # DeepSpeed would compile an all-reduce for CPU inference, which training never calls. It
         # takes a minute, and a compiler that may be missing. Another version may compile it anyway
         getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False

@@ -3,7 +3,7 @@
 Why. A logit of 20 is off by up to 0.06 if it is rounded to bfloat16, and with it the log-prob that
 is trained on. Once a policy is sure of its answers, that looks like a sampler at 1.04 times the
 temperature, and check_sampler ends the run (seen with SmolLM2-135M). The loss and the reference
-compute float32 logits from the hidden states, too (grpo_loss_triton.chunks).
+compute float32 logits from the hidden states, too (grpo/chunked.py).
 """
 
 import functools

@@ -16,10 +16,7 @@ import itertools
 import math
 import os
 import random
-import shutil
-import sysconfig
 import warnings
-from pathlib import Path
 
 import torch
 
@@ -42,9 +39,7 @@ class VLLMPolicy:
 
     def __init__(self, c, tokenizer, model=None):
         """Loads MODEL; `c` has the constants as attributes. A rank passes the `model` that it
-        trains, and then all ranks must call this together: vLLM makes process groups of them.
-        Raises SystemExit if the device can't do what the constants require."""
-        check_device(c)
+        trains, and then all ranks must call this together: vLLM makes process groups of them."""
         self.tokenizer, self.model, self.numbers = tokenizer, model, itertools.count()
         device = own_device()
         self.name, self.dtype = c.MODEL, choose_dtype(c.DTYPE, device)
@@ -267,31 +262,6 @@ def quiet_and_undone():
         for name in os.environ.keys() - environment:  # other threads never see it empty
             del os.environ[name]
         os.environ.update(environment)
-
-
-def check_compiler():
-    """Raises SystemExit if vLLM could not compile for this machine's GPU: Triton, without which it
-    does not run there, builds a small C program around each kernel."""
-    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    header = Path(sysconfig.get_paths()["include"], "Python.h")
-    missing = [] if header.exists() else [str(header)]
-    if not any(map(shutil.which, compilers)):
-        missing.insert(0, "a C compiler (gcc, clang, or what CC names)")
-    if missing and accelerator():
-        raise SystemExit(
-            f"SAMPLER = 'vllm' needs {' and '.join(missing)} on a GPU: install it (apt install gcc"
-            " python3-dev), or set SAMPLER = 'torch'"
-        )
-
-
-def check_device(c):
-    """Raises SystemExit if the device can't do what the constants require."""
-    gpus = torch.accelerator.device_count()
-    if gpus and c.VLLM_CACHE_GB * 1e9 > (free := torch.accelerator.get_memory_info()[0]):
-        raise SystemExit(
-            f"VLLM_CACHE_GB = {c.VLLM_CACHE_GB} does not fit into this GPU, which has"
-            f" {free / 1e9:.1f} GB free: lower it"
-        )
 
 
 # --- Functions that vLLM calls with its model -------------------------------------------
