@@ -82,12 +82,6 @@ def median_seconds(function, times):
     return statistics.median(found[2:])
 
 
-def peak_gb():
-    from grpo.metrics import peak_gb
-
-    return "".join(f"{peak:.1f}" for peak in peak_gb(DEVICE))
-
-
 def table(head, rows):
     print("\n".join(f"| {' | '.join(map(str, r))} |" for r in (head, ["---"] * len(head), *rows)))
 
@@ -238,7 +232,7 @@ def step(name, **words):
     one that is computed."""
     from benchmarks import memory
 
-    size, ranks = large(), 1 + (name == "ranks")
+    size, ranks = words.pop("SIZE", None) or large(), 1 + (name == "ranks")
     if KIND == "gpu" and torch.accelerator.device_count() < ranks:
         return print("this machine has one GPU: not run")
     os.environ["COUNTING_PROMPT_TOKENS"] = "250"
@@ -256,32 +250,30 @@ def step(name, **words):
     table(["peak GB", "computed", "with an allowance"], [[f"{cell:.1f}" for cell in cells]])
 
 
-# --- Sampling, and a micro-batch --------------------------------------------------------
+# --- Sampling ---------------------------------------------------------------------------
 def rates(size, tokens):
-    """Prints tokens a second of our sampler, and of transformers' generate."""
+    """Prints tokens a second of our sampler, of transformers' generate, and of vLLM if it is
+    installed."""
+    from benchmarks import counting
     from benchmarks import sampling as module
 
-    model, case, rows = model_of(size), module.counting_case(200, tokens), []
+    case = module.counting_case(200, tokens) | {"rounds": 2}
     case |= {"prompts": case["prompts"][:2], "tokens": 16} if SMALL else {}
-    few, measured = case | {"prompts": case["prompts"][:1]}, module.tokens_per_second
-    for run in (module.ours, module.generate):
-        found = [[measured(run, model, x, seed) for seed in range(3)][1:] for x in (few, case)]
-        name, cells = run.__name__, (f"{statistics.mean(both):.0f}" for both in found)
-        rows.append([name, *cells, peak_gb()])
-        print(*rows[-1], flush=True)  # should the next run out of memory or time
-    head = [f"{8 * len(x['prompts'])} sequences" for x in (few, case)]
-    table([f"tokens a second, {size}", *head, "peak GB"], rows)
+    found = module.all_rates(model_of(size), counting.make_tokenizer(), case)
+    rows = [[name, f"{rate:.0f}"] for name, rate in found.items()]
+    sequences = module.GROUP * len(case["prompts"])
+    table([f"{size}, {sequences} sequences of at most {case['tokens']} tokens", "tokens/s"], rows)
 
 
 def sampling():
-    rates("Qwen2.5-0.5B", 256)
+    rates("Qwen2.5-0.5B", 512)
 
 
-def decoders():
+def sampling_large():
     rates(large(), 64)
 
 
-ALONE = {f.__name__: f for f in (facts, loss, demo, resumed, sampling, decoders)}
+ALONE = {f.__name__: f for f in (facts, loss, demo, resumed, sampling, sampling_large)}
 
 
 def run(name, **words):

@@ -97,7 +97,7 @@ SMALLEST = {
 }
 LONG = {"demo", "resumed", "sums_float32", "ranks"}
 # they differ from sums_float32, lora and, on a CPU, sampling in a constant
-SAME = {"sums_bfloat16", "offload", "full", "auto", "decoders"}
+SAME = {"sums_bfloat16", "offload", "full", "sampling_large"}
 PARTS = [
     pytest.param(name, marks=[pytest.mark.long] * (name in LONG))
     for name in gpu_report.PARTS
