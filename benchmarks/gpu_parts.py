@@ -36,7 +36,6 @@ from benchmarks.measure import DEVICE, KIND
 SMALL = KIND == "cpu" or "GPU_REPORT_SMALL" in os.environ
 FULL_GB = 75  # a GPU with less gets 0.5B in place of 3B, all of which takes 72 GB (computed)
 PACKAGES = "torch triton transformers tokenizers peft accelerate deepspeed numpy bottle waitress"
-SAVE_STEPS = 0  # never
 LORA = {"LORA_RANK": 16}
 # The parts that train a few steps
 STEPS = {"lora": LORA, "offload": {"OFFLOAD_OPTIMIZER": True}, "full": {}}
@@ -69,17 +68,6 @@ def model_of(size):
     from grpo.models import load_model
 
     return load_model(str(folder_of(size)), "auto", 0)[0]
-
-
-def median_seconds(function, times):
-    found = []
-    for _ in range(2 + times):
-        began = time.perf_counter()
-        function()
-        if KIND == "gpu":
-            torch.accelerator.synchronize()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found[2:])
 
 
 def table(head, rows):
@@ -127,18 +115,7 @@ def facts():
         print("allocator:", os.environ["PYTORCH_CUDA_ALLOC_CONF"], *done.stderr.splitlines()[-1:])
         if done.returncode:
             return False
-    ceilings(256 if SMALL else 8192)
     return True
-
-
-def ceilings(n):
-    """Prints what the device does at most: TB/s that a copy reads and writes, and TFLOP/s."""
-    a, b = (torch.randn(n, n, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    source = torch.randn(16 * n * n, device=DEVICE)
-    target = torch.empty_like(source)
-    copy = 2 * source.nbytes / median_seconds(lambda: target.copy_(source), 10)
-    product = 2 * n**3 / median_seconds(lambda: a @ b, 10)
-    print(f"copy {copy / 1e12:.3f} TB/s; product of {n} in bfloat16 {product / 1e12:.3f} TFLOP/s")
 
 
 def loss():
@@ -167,7 +144,7 @@ def demo(WARM_STEPS=200 if SMALL else 800, **words):
     from demo import train_and_serve
 
     more = {"RUN_DIR": WORK / "demo", "STEPS": 10 if SMALL else 50, "EVAL_QUESTIONS": 100}
-    more["SAVE_STEPS"] = SAVE_STEPS
+    more["SAVE_STEPS"] = 0
     train_and_serve("demo", {"MODEL": warm_model(int(WARM_STEPS))}, more | words)
     shown(WORK / "demo")
 
@@ -208,7 +185,7 @@ def train(name, *presets, ranks=1, **words):
     if ranks > 1:
         launcher += ["-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
         launcher += ["--no_local_rank", "--master_port", free_port(), "--log_level", "warning"]
-    words = {"RUN_DIR": WORK / name, "REF_SERVER": None, "SAVE_STEPS": SAVE_STEPS} | words
+    words = {"RUN_DIR": WORK / name, "REF_SERVER": None, "SAVE_STEPS": 0} | words
     given = [f"{constant}={value}" for constant, value in words.items()]
     process = start([*launcher, "grpo_ref_split.py", *presets, *given], threads={})
     if code := process.wait():

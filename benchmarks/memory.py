@@ -36,6 +36,7 @@ BF16, FP32, FP64 = 2, 4, 8
 NF4 = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # bytes: 64 weights have a scale of 8 bits
 CONTEXT = 1.6e9  # allowance: CUDA context, kernels, cuBLAS workspaces, NCCL's buffers
 SLACK = 0.1  # allowance: fragmentation, of all that is freed again
+VLLM_OWN = 2.2e9  # allowance: vLLM's float32 head of 3B, 1.2, and CUDA graphs and buffers
 SPARE = 0.145  # 15 %, rounded: what presets leave free, as nobody has measured these figures
 WEIGHTS, ADAM = "weights", "master weights and Adam, fp32"
 STATES = WEIGHTS, ADAM, "gradients of a step, fp32"
@@ -389,6 +390,10 @@ def print_presets():
         rows.append([*row, gb(server) if server else "", gb(in_ram(m)) if "offload" in how else ""])
     head = ["preset", "trained", "GPUs, GB", "the reference", "trainer", "server", "RAM"]
     table(head, rows)
+    c, m, *_ = of_preset("3b_1x24gb")
+    taken = need(training(m, c, 1))[0] + BF16 * m.total + VLLM_OWN
+    left = gb((1 - SPARE) * CARDS[24] * 1e9 - taken)
+    print(f"Beside the trainer of `presets/3b_1x24gb.py` vLLM fits with VLLM_CACHE_GB={left}.\n")
     t4 = [f"`presets/{name}.py` {gb(float32_bytes(name))}" for name in PRESETS if "1x16gb" in name]
     print(f"A T4 has no bfloat16. With {SMALL} they need there: {', '.join(t4)}.\n")
 

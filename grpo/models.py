@@ -297,12 +297,6 @@ def can_cache(model):
     return not any(hasattr(layer, "conv_states") for layer in layers)
 
 
-def smallest_window(model):
-    """Returns the smallest window of a layer with sliding or chunked attention, or None."""
-    layers = DynamicCache(config=model.config).layers
-    return min((x.sliding_window for x in layers if hasattr(x, "sliding_window")), default=None)
-
-
 def supported(model, **arguments):
     """Returns those arguments that the model's forward accepts."""
     names = forward_arguments(type(model))

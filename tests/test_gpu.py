@@ -40,8 +40,6 @@ def test_no_path_runs_a_model_by_cudnns_attention(load, tiny, tmp_path, monkeypa
 
 
 # --- Which device, which dtype -------------------------------------------------------
-
-
 def test_another_accelerator_is_taken_without_what_is_for_nvidia_alone(monkeypatch):
     chosen = []
     monkeypatch.setenv("LOCAL_RANK", "1")

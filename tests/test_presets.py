@@ -135,6 +135,8 @@ def test_the_numbers_of_the_docs_are_those_that_the_benchmark_prints(capsys):
         (on_t4,) = [row for row in printed if row.startswith("A T4")]
         (line,) = [line for line in TEXT[page].splitlines() if "T4" in line]
         assert re.findall(r"([\d.]+) GB", line) == re.findall(r"` (\d+\.\d)", on_t4)
+    (cache,) = [row.rpartition(" ")[2][:-1] for row in printed if "vLLM fits" in row]
+    assert cache in TEXT["docs/performance.md"] and cache in doc_of("3b_1x24gb")
     smaller, usual = re.findall(r"with LoRA (\d+\.\d), not (\d+\.\d)", TEXT["docs/memory.md"])[0]
     assert smaller == gb["presets/7b_lora_1x24gb.py"]
     assert any(row.startswith("| 7B |") and f"{usual} (" in row for row in rows)
