@@ -18,9 +18,7 @@ import json
 import math
 import os
 import tempfile
-from collections import Counter
 from pathlib import Path
-from statistics import fmean
 
 from grpo.constants import begin, is_same, read_words
 
@@ -40,17 +38,15 @@ from grpo.commands.merge import base_of, bits_of, load_base_tokenizer, merge_int
 from grpo.log import say
 from grpo.models import settings_in
 from grpo.policy import make_policy
-from grpo.prepare import as_seen, gold_of, prepare_task
+from grpo.prepare import prepare_task
 from grpo.ranks import gathered, join_ranks, no_child_stays
-from grpo.rewards import reward_texts
-from grpo.task import different, load_chat
+from grpo.task import different
 
 # The constants that we take from a model's run; OF_TASK only if TASK is the same
 OF_RUN = ("EVAL_SPLIT", "MAX_COMPLETION_TOKENS", "STOP_TOKENS", "STOP_STRINGS", "DTYPE")
 OF_RUN += ("MAX_PROMPT_TOKENS", "TEMPERATURE", "CHAT_TEMPLATE", "EVAL_QUESTIONS")
 OF_RUN += ("REWARD_TIMEOUT_SECONDS", "MAX_FAILED_REWARDS")
 OF_TASK = ("REWARD_WEIGHTS", "OUTCOME")
-JUNK, EARNS = 100, 0.1  # see print_junk: questions, and the share from which it warns
 
 
 def command_line():
@@ -106,41 +102,12 @@ def answer_of(sample):
     return {"text": sample.text} | counts | {"rewards": rewards}
 
 
-def print_junk(recipe):
-    """Prints how often each reward is positive for answers that need no skill, on JUNK questions:
-    training would find a reward that they earn."""
-    c, prompts = recipe.c, recipe.prompts[:JUNK]
-    items = [item for _, item, _ in prompts]
-    junk = {"an empty answer": lambda item: ""}
-    asked = lambda chat: [m["content"] for m in chat if m["role"] == "user"] or [""]
-    junk["the question"] = lambda item: asked(load_chat(c.TASK, recipe.task, item))[-1]
-    can = [i for i in items if hasattr(recipe.task, "gold") or i.get("answer") is not None]
-    golds = {id(item): gold_of(recipe, item, "", or_none=True) for item in can}
-    value_of = lambda item: str(item.get("answer", golds[id(item)])).rpartition("####")[2].strip()
-    for common, times in Counter(map(value_of, can)).most_common(1):
-        gold = golds[id(next(item for item in can if value_of(item) == common))]
-        if times > 1 and isinstance(gold, str):
-            junk[f"always the most frequent gold, {gold!r:.60}"] = lambda item, gold=gold: gold
-    for what, text_of in junk.items():
-        given = [
-            reward_texts(recipe, item, [as_seen(recipe.opening(ids), text_of(item))])[0]
-            for _, item, ids in prompts
-        ]
-        shares = {name: fmean(r[name] > 0 for r in given) for name in recipe.weights}
-        earned = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-        found = [name for name, share in shares.items() if share > EARNS]
-        warning = f"; TRAINING WOULD FIND THAT {', '.join(found)} CAN BE EARNED SO" * bool(found)
-        say(f"positive rewards of {what}: {earned}{warning}")
-
-
 def answers_of(c, options, model, rank, world):
     """Returns (names, {kind: {question: answers}}) of a model, kinds "greedy" and "N samples ...";
     names are the outcome's and those of rewards to which the task gives weight 0. Each rank answers
     its share of the questions."""
     c = c.but(MODEL=base_of(model), BASE_BITS=options.bits or bits_of(model))
     tokenizer, recipe = prepare_task(c, split=c.EVAL_SPLIT, shown=1)
-    if options.samples and rank == 0 and model == options.models[0]:
-        print_junk(recipe)
     draws = {"greedy": recipe.others(GROUP_SIZE=1, TEMPERATURE=0)}
     if options.samples:
         kind = f"{options.samples} samples at temperature {c.TEMPERATURE:g}"

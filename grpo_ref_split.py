@@ -120,7 +120,7 @@ EVAL_QUESTIONS = 512  # uses the first N questions of the split; more are more p
 SAVE_STEPS = 100  # 0: never, and nothing is left of the run but its metrics and samples
 KEEP_CHECKPOINTS = 2  # the newest N checkpoints are kept, older ones deleted
 KEEP_BEST = True  # True: also keeps the checkpoint of the best evaluation, RUN_DIR/best
-REPORT_TO = []  # "tensorboard", "wandb" or functions, which get each step's metrics, too
+REPORT_TO = []  # "tensorboard" or "wandb", which get each step's metrics, too
 WAIT_LIMIT_SECONDS = 600  # the run ends after this long without the server or workers' groups
 REWARD_TIMEOUT_SECONDS = 60  # rewards of a group that take longer end the run, or fail
 MAX_FAILED_REWARDS = 0  # how many of a process's last 200 completions may fail in the task's code
@@ -416,10 +416,6 @@ def main(**given):
     """Trains with the constants above, except for those that are given."""
     c = checks.settled(DEFAULTS, given)
     resume.check_run_dir(c.RUN_DIR)
-    if c.REPORT_TO:
-        from grpo.options.training.reporters import check_reporters
-
-        check_reporters(c.REPORT_TO)
     tokenizer, recipe, server = prepare(c, needs_server=bool(c.REF_SERVER and c.KL_BETA))
     questions = load_questions(recipe, tokenizer)
     waits = 1 if c.TRAINER_SAMPLES else c.PROMPTS_PER_STEP  # rank 0's, for workers' groups

@@ -39,8 +39,7 @@ KINDS = [  # (kind, constants)
     (or_(None, TEXT), "OUTCOME REFERENCE"),
     (or_(None, dict_of("numbers", constants.real)), "REWARD_WEIGHTS"),
     (dict_of("options", lambda option: True), "CHAT_TEMPLATE"),
-    (list_of('"tensorboard", "wandb" or functions',
-             lambda to: callable(to) or to in ("tensorboard", "wandb")), "REPORT_TO"),
+    (list_of('"tensorboard" or "wandb"', lambda to: to in ("tensorboard", "wandb")), "REPORT_TO"),
     (or_(None, address("http://host:port", r"https?://[^\s/].*")), "REF_SERVER"),
     (address("http://host:port", r"http://[^\s/?#@]+:[1-9]\d{0,4}/?"), "TRAINER"),
 ]  # fmt: skip
@@ -49,6 +48,8 @@ RELATIONS = [  # (constant, what it must be, whether it is), of constants of the
      lambda c: c.GROUP_SIZE >= 2 or c.REWARD_WEIGHTS == {}),
     ("SAMPLER", "'torch', as vLLM is not installed (pip install -e .[vllm])",
      lambda c: c.SAMPLER == "torch" or importlib.util.find_spec("vllm")),
+    ("REPORT_TO", "[], as a package of it is not installed: pip install it",
+     lambda c: all(map(importlib.util.find_spec, c.REPORT_TO))),
     ("BASE_BITS", "16 with LORA_RANK = 0: weights of 4 bits can't be trained, adapters can",
      lambda c: c.BASE_BITS == 16 or c.LORA_RANK > 0),
     ("BASE_BITS", "16, as bitsandbytes is not installed (pip install -e .[bits])",

@@ -69,7 +69,7 @@ class RunFolder:
             with naming_run_dir(self.path), open(self.path / file, "a") as f:
                 f.write(json.dumps(record) + "\n")
             for reporter in self.reporters if file == "metrics.jsonl" else ():
-                reporter.give(dict(record))
+                reporter.log(record)
 
     def log_evaluation(self, evaluation, step):
         self.log("metrics.jsonl", {"step": step} | evaluation)
@@ -193,19 +193,6 @@ def log_idle(run, metrics, groups):
     say(f"step {p.step + 1} trains nothing ({p.idle} in a row): {p.idle_reason}")
 
 
-def note_accuracies(metrics):
-    """Logs the accuracies in a run's file of metrics. If greedy answers are right from the start,
-    only the accuracy of samples can rise."""
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    names = "accuracy", "eval_accuracy"
-    sampled, greedy = ([r[name] for r in records if r.get(name) is not None] for name in names)
-    if n := min(10, -(-len(sampled) // 4)):  # steps, as one is noisy
-        first, last = (sum(part) / n for part in (sampled[:n], sampled[-n:]))
-        found = f"{first:.3f} in the first {n} of {len(sampled)} steps, {last:.3f} in the last {n}"
-        then = f"; greedy: {greedy[0]:.3f}, then {greedy[-1]:.3f}" if greedy else ""
-        say(f"accuracy of samples: {found}{then}")
-
-
 def report_end(run, asked):
     """Logs the time of each part and the end of a run. Raises SystemExit if a stop was requested
     (`asked`), or if there was nothing to train."""
@@ -215,8 +202,6 @@ def report_end(run, asked):
         shares = {name: sum(lap.get(f"seconds_{name}", 0) for lap in laps) for name in PARTS}
         parts = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in shares.items())
         say(f"{len(laps)} steps, {total / len(laps):.2f} s each: {parts}")
-        if dist.get_rank() == 0:
-            note_accuracies(run.folder.files[0])
     if asked:
         is_saved = "is saved: start again to resume" if p.saved == p.step else "is not saved"
         raise SystemExit(f"stopped by {stop.asked or 'a signal'}; step {p.step} {is_saved}")

@@ -119,12 +119,12 @@ def serve_workers(c, recipe, policy, progress):
 
 
 def make_reporters(c, record, progress):
-    """Returns rank 0's Reporters (REPORT_TO)."""
+    """Returns rank 0's reporters (REPORT_TO)."""
     if not c.REPORT_TO or dist.get_rank():
         return []
-    from grpo.options.training.reporters import Reporter
+    from grpo.options.training.reporters import REPORTERS
 
-    return [Reporter(to, record, progress) for to in c.REPORT_TO]
+    return [REPORTERS[name](record, progress) for name in c.REPORT_TO]
 
 
 def models_of(c, policy, reference):

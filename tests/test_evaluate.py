@@ -75,29 +75,6 @@ def test_a_checkpoint_is_evaluated_with_the_constants_of_its_run(model, monkeypa
     assert str(model) in out and "pass@4" in out and "correctness > 0" in out
 
 
-def test_a_reward_that_junk_can_earn_is_named(model, monkeypatch, capsys):
-    """`even` rewards an even length: the empty answer has it, and questions begin with a letter."""
-    run(monkeypatch, model, "even", "--samples", 2)
-    out = capsys.readouterr().out
-    empty, again, *frequent = [line for line in out.splitlines() if "positive rewards of" in line]
-    assert "an empty answer: correctness 100%, format 0%; " in empty and "correctness CAN" in empty
-    assert "the question" in again and "format 100%" in again
-    assert frequent and "the most frequent gold" in frequent[0] and "groups of 2 that teach" in out
-
-
-def test_junk_of_a_task_that_states_no_answers(model, tmp_path, monkeypatch, capsys):
-    source = "from tests.tasks.even import messages, rewards, REWARD_WEIGHTS\nload = lambda split: "
-    source += "[{'question': x} for x in 'abc']\n"
-    Path("plain.py").write_text(source)
-    run(monkeypatch, model, "plain.py", "--samples", 2)
-    assert "positive rewards of the question" in (out := capsys.readouterr().out)
-    assert "the most frequent gold" not in out
-    gold = "gold = lambda item: 'even' if item['question'] < 'c' else 'also even'"
-    Path("golden.py").write_text(source + gold)
-    run(monkeypatch, model, "golden.py", "--samples", 2)
-    assert "the most frequent gold, 'even': correctness 100%" in capsys.readouterr().out
-
-
 def test_before_and_after_side_by_side_an_adapter_too(tiny, model, tmp_path, monkeypatch, capsys):
     adapter = tmp_path / "adapter"
     tiny_policy(tiny, drift=0.1, lora_rank=4).save(adapter)

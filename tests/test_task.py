@@ -240,37 +240,6 @@ def test_a_mistake_in_a_tasks_file_is_said(text, names, tmp_path, monkeypatch):
         load_task(str(tmp_path / "mine.py"))
 
 
-@pytest.mark.parametrize("line, named", [
-    ("from random import pick", "ImportError"),  # Python's has no pick
-    ("import random; random.pick()", "AttributeError"),
-    ("import grpo.pick", "ModuleNotFoundError"),
-    ("from wave.parts import pick", "ModuleNotFoundError"),
-    ("from . import helper", "ImportError"),
-    ("import helper", None),
-    ("import helper; helper.nothing()", "AttributeError"),
-    ("import no_such_module", "ModuleNotFoundError"),
-])  # fmt: skip
-def test_a_helper_that_python_does_not_find_is_named_with_the_cure(
-    line, named, tmp_path, monkeypatch
-):
-    import wave  # noqa: F401 (any module of Python's)
-
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for helper in ("random", "grpo", "helper"):
-        (tmp_path / f"{helper}.py").write_text("def pick(): ...\n")
-    (tmp_path / "wave").mkdir()
-    (tmp_path / "wave/parts.py").write_text("def pick(): ...\n")
-    (tmp_path / "mine.py").write_text(f"{line}\n{GOOD}")
-    monkeypatch.delitem(sys.modules, "helper", raising=False)
-    if not named:
-        assert load_task(str(tmp_path / "mine.py")).load
-        return
-    with pytest.raises(TaskError, match=f"the file failed with {named}, line 1: ") as error:
-        load_task(str(tmp_path / "mine.py"))
-    cure = "it must import a file of its folder by its name, as in `import helper`, and choose"
-    assert (cure in str(error.value)) == ("nothing" not in line and "no_such" not in line)
-
-
 # --- What is shown at the start -------------------------------------------------------
 def previewed(tiny, capsys, messages=chat, template=None, **task):
     """-> what is printed of a task's first prompt."""

@@ -41,17 +41,6 @@ def pass_at_k(samples, right, k):
     return 1 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
-def mixed_share(samples, right, size):
-    """Returns the share of groups that teach, as some of their answers are right and some wrong,
-    among all groups of `size` different ones of a question's `samples` answers.
-
-    >>> mixed_share(4, 2, 2), mixed_share(4, 4, 2)  # of the six pairs of two right, two wrong: four
-    (0.6666666666666667, 0.0)
-    """
-    wrong = samples - right
-    return pass_at_k(samples, right, size) + pass_at_k(samples, wrong, size) - 1
-
-
 def mean(values):
     """Returns the mean of numbers, or None if there are none."""
     values = list(values)
@@ -78,7 +67,7 @@ def summary(answers, outcome, metrics=()):
     """Returns {name: number, or None for a mean of nothing}: the `shares`, each [mean, low, high];
     how often each other reward that applies is positive; the share of truncated answers; their mean
     length; and if there are n > 1 answers to a question, pass@k for k = 1 (which is "right"), 2, 4,
-    ... n, and for the same sizes but 1 the share of groups that teach, [mean, low, high]."""
+    ... n."""
     everything = [answer for group in answers.values() for answer in group]
     found = {"questions": len(answers)}
     for how, by_question in shares(answers, outcome, metrics).items():
@@ -95,9 +84,6 @@ def summary(answers, outcome, metrics=()):
     sizes = sorted({most, *(2**i for i in range(most.bit_length()))}) if most > 1 else []
     counts = {k: [(len(g), sum(g)) for g in judged if len(g) >= k] for k in sizes}
     found |= {f"pass@{k}": mean(pass_at_k(*both, k) for both in counts[k]) for k in sizes}
-    for k in sizes[1:]:
-        mixed = [mixed_share(*both, k) for both in counts[k]]
-        found[f"groups of {k} that teach"] = interval(mixed, SHARES) if mixed else None
     return found
 
 

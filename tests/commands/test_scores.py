@@ -1,7 +1,5 @@
 """What answers amount to, by hand."""
 
-import itertools
-
 import pytest
 
 from grpo.commands import scores
@@ -41,7 +39,7 @@ def test_an_answer_to_which_the_outcome_does_not_apply_is_neither_right_nor_wron
     assert found["right"] == scores.interval([0, 1], scores.SHARES) == found["right_in_format"]
     assert found["questions"] == 3 and found["positive_format"] == 2 / 3
     never = scores.summary(answers([(None, 1)] * 2), "correctness")
-    assert never["right"] is never["pass@1"] is never["groups of 2 that teach"] is None
+    assert never["right"] is never["pass@1"] is None
     assert scores.table("x", ["a"], [never])[2].split() == ["right", "-"]
     some = [(1, 1), (-1, 1), (None, 1)], [(1, 1)] * 3, [(None, 1)] * 3
     found = scores.summary(answers(*some), "correctness")
@@ -61,24 +59,13 @@ def test_several_samples_give_pass_at_k_and_an_interval_over_questions():
     assert list(found) == [
         *("questions", "right", "right_in_format", "positive_format", "truncated"),
         *("completion_tokens", "pass@1", "pass@2", "pass@4"),
-        *("groups of 2 that teach", "groups of 4 that teach"),
     ]
-    assert found["groups of 2 that teach"][0] == pytest.approx(4 / 6 / 3)
-    assert found["groups of 4 that teach"][0] == pytest.approx(1 / 3)
     assert found["right"][1:] == pytest.approx((0.1571, 0.8429), abs=1e-4)  # sd sqrt(1.5 / 7)
     # Of many questions it is the usual one: 0.5 +- 1.96 * 0.1 / sqrt(5000)
     many = scores.interval([0.4, 0.6] * 2500, scores.SHARES)
     assert many == pytest.approx([0.5, 0.4972, 0.5028], abs=2e-4)
     mean, low, high = scores.interval([1.0] * 20, scores.SHARES)
     assert mean == high == 1 and 0.8 < low < 0.9  # not of no width
-
-
-def test_the_groups_that_teach_are_counted_over_all_groups_of_the_answers():
-    for samples, right in itertools.product((4, 6), range(7)):
-        drawn = [i < right for i in range(samples)]
-        groups = list(itertools.combinations(drawn, 4))
-        teach = sum(0 < sum(group) < 4 for group in groups) / len(groups)
-        assert scores.mixed_share(samples, sum(drawn), 4) == pytest.approx(teach)
 
 
 def test_models_are_compared_question_by_question_on_what_both_have():

@@ -1,15 +1,12 @@
 """What is wrong with a task: a function that has failed or has returned what it must not."""
 
 import signal
-import sys
 import threading
 import traceback
 from pathlib import Path
 
 SOONER = "answer within REWARD_TIMEOUT_SECONDS; raise that constant if it needs longer, or if an"
 SOONER += " async function blocks the others"
-HELPER = "import a file of its folder by its name, as in `import helper`, and choose a name that"
-HELPER += " no module of Python's or of grpo-split has"
 ASYNC = "return no coroutine: write `async def` if it is rewards() or group_rewards(); all others"
 ASYNC += " must be plain functions"
 
@@ -29,9 +26,6 @@ def described(file, must, error, got):
     at = f", line {lines[-1]}" if lines else ""
     if own and frames[-1] != own[-1]:  # in what the task calls
         at += f" ({frames[-1][0].get('__file__')}, line {frames[-1][1]})"
-    at_path = own and not own[0][0]["__name__"].startswith("tasks.")
-    if at_path and is_of_helper(error, Path(own[0][0]["__file__"]).parent):
-        must = HELPER
     return f"failed with {type(error).__name__}{at}: {shown(error, '{!s:.2000}')}", must
 
 
@@ -69,14 +63,3 @@ def modules_of(file):
     """Returns the names that the module of a task's file may have (task.load_task)."""
     stem = Path(file).stem
     return f"tasks.{stem}", f"task_of_{stem}", stem
-
-
-def is_of_helper(error, folder):
-    """Returns whether a task could not import a file of its folder: the import is relative, or
-    Python has another module of that name."""
-    module = getattr(error, "obj", None)  # an AttributeError's, else the name is an ImportError's
-    name = getattr(module, "__name__", str(getattr(error, "name", None))).partition(".")[0]
-    is_there = (folder / f"{name}.py").exists() or (folder / name).is_dir()
-    found = Path(getattr(sys.modules.get(name), "__file__", None) or "/").resolve()
-    is_other = name in sys.modules and folder not in found.parents
-    return "relative import" in shown(error, "{}") or (is_there and is_other)

@@ -168,19 +168,6 @@ def test_the_preview_counts_failures_as_the_run_does(tmp_path, tiny):
         prepared(tmp_path, tiny, code, MAX_FAILED_REWARDS=0)
 
 
-def test_the_preview_says_that_no_completion_had_a_reward(tmp_path, tiny, capsys):
-    prepared(tmp_path, tiny, "\ndef rewards(item, text):\n    text == item['answer']\n")
-    out = capsys.readouterr().out
-    assert "no completion above had a reward: rewards() gave None" in out
-    assert "mine.py, line 6: rewards() returns nothing: does it lack `return`?" in out
-    code = "\nasync def rewards(item, text):\n    def right(): return True  # return\n    right()\n"
-    prepared(tmp_path, tiny, code)
-    assert "line 6: rewards() returns nothing" in capsys.readouterr().out
-    prepared(tmp_path, tiny, "\ndef rewards(item, text):\n    if text == '?': return 1.0\n")
-    out = capsys.readouterr().out
-    assert "no completion above had a reward" in out and "returns nothing" not in out
-
-
 CHANGES = {  # functions that change the question they get
     "rewards": "def rewards(item, text): return float(bool(item.pop('more')))",
     "group": "def group_rewards(item, texts): return [item['more'].pop()] * len(texts)",

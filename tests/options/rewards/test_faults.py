@@ -123,13 +123,6 @@ def test_other_functions_can_not_be_async(function, recipe):
         gold_of(task, {}, "")
 
 
-@pytest.mark.parametrize("line", ["import random; random.pick()", "from . import pick"])
-def test_a_helper_that_is_missed_in_a_reward_is_named_with_the_cure(line, recipe, tmp_path):
-    (tmp_path / "random.py").write_text("def pick(): ...\n")
-    with pytest.raises(TaskError, match=rf"rewards\(\) .*line {AFTER}: .*choose a name that no"):
-        rewarded(recipe(f"def rewards(item, text): {line}"))
-
-
 def test_what_a_class_fails_to_show_is_named_by_its_class():
     odd = type("Odd", (), {"__repr__": lambda self: 1 / 0})()
     with pytest.raises(TaskError, match=r"mine.py: gold\(\) returned <Odd>: it must be a text"):
