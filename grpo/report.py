@@ -146,7 +146,7 @@ def show(bar, step, metrics):
 
 
 @contextlib.contextmanager
-def leaving_evidence(run, step, samples, metrics, other="sampler"):
+def leaving_evidence(run, step, samples, metrics):
     """Collective: if a check of an update's log-probs fails in the block, all ranks raise
     RunFailed; rank 0 has written the samples to a file, which the error names."""
     try:
@@ -156,7 +156,7 @@ def leaving_evidence(run, step, samples, metrics, other="sampler"):
         from grpo.options.training.evidence import keep_evidence
 
         error = failure.__cause__ or failure
-        error.add_note(keep_evidence(run, step, samples, metrics, error, other))  # collective
+        error.add_note(keep_evidence(run, step, samples, metrics, error))  # collective
         raise
 
 
@@ -175,7 +175,7 @@ def check_update(run, metrics, samples):
         return
     progress.bad = 0
     if not progress.checked:
-        with leaving_evidence(run, progress.step, samples, metrics, "reference"):  # collective
+        with leaving_evidence(run, progress.step, samples, metrics):  # collective
             check_reference(metrics, run.policy.dtype, run.reference.info, model=c.MODEL)
         names = ["sampler_k3", "sampler_tilt"]
         names += [] if is_teacher(run.reference.info, c.MODEL) else ["kl"]
