@@ -13,8 +13,7 @@ the last one of a run that has made all STEPS.
 Saving is atomic: RUN_DIR/.unfinished is renamed when all ranks have written to it. If each machine
 has RUN_DIR on a separate disk, it keeps the files of its ranks: the first rank that sees a folder
 makes and renames it. Rank 0's folder, the only one with the model, is renamed last. A checkpoint is
-complete if every rank finds its files with the right sizes; otherwise all ranks skip it. If the
-number of ranks has changed, each rank needs the files of all.
+complete if every rank finds its files with the right sizes; otherwise all ranks skip it.
 """
 
 import contextlib
@@ -255,20 +254,21 @@ def newest(folder):
 
 def examine(path):
     """Returns (state, None) of a checkpoint if this rank finds the files that it needs, else
-    (None, fault)."""
-    rank, world, path, why = dist.get_rank(), dist.get_world_size(), path.absolute(), ""
+    (None, fault). SystemExit if another number of ranks has saved it."""
+    rank, world, path = dist.get_rank(), dist.get_world_size(), path.absolute()
     try:
         state = json.loads(state_file(path).read_text())
-        if (before := len(state["files"])) == world:
-            needed = state["files"][rank]
-        else:
-            needed = {name: size for part in state["files"] for name, size in part.items()}
-            why = f" (saved by {before} ranks; to resume with {world}, each must find all files)"
-        for name, size in needed.items():
+        if (before := len(state["files"])) != world:
+            raise SystemExit(
+                f"{path} was saved by {before} ranks, and {world} can't resume from it: start"
+                f" {before}, or begin a new run from its weights: MODEL = '{path}' (an adapter:"
+                " merge it first), and another RUN_DIR"
+            )
+        for name, size in state["files"][rank].items():
             if (found := Path(path, name).stat().st_size) != size:
                 raise ValueError(f"{path / name} has {found} bytes, not {size}")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return None, f"rank {rank} on {socket.gethostname()}: {error}{why}"
+        return None, f"rank {rank} on {socket.gethostname()}: {error}"
     return state, None
 
 
@@ -276,14 +276,8 @@ def load(path, engine, stream, reference=None):
     """Collective: restores engine, stream, random number generators and, if one is given, the
     `reference` from what save() wrote."""
     rank, trainer = dist.get_rank(), Path(path, "trainer")
-    before = len(json.loads(state_file(path).read_text())["files"])  # ranks that saved it
-    if before == dist.get_world_size():
-        part = load_states(trainer / f"optimizer_{rank}.pt")
-        mine = json.loads(Path(trainer, f"rank_{rank}.json").read_text())
-    else:
-        from grpo.options.training.recut import recut
-
-        part, mine = recut(trainer, before, engine.optimizer.partition_size, stream.seed)
+    part = load_states(trainer / f"optimizer_{rank}.pt")
+    mine = json.loads(Path(trainer, f"rank_{rank}.json").read_text())
     # DeepSpeed expects a dict of all ranks' parts and reads this rank's
     engine.optimizer.load_state_dict({rank: part}, load_from_fp32_weights=True)
     for state in engine.optimizer.state.values():  # in RAM Adam's moments are still the file's

@@ -13,7 +13,7 @@ nearest they move 0.5% of that (experiments/rounding.py moved, SmolLM2-135M).
 Deviation: a weight's random number does not change from step to step. It is a hash of SEED and of
 the weight's place in the row of all trained weights. So a weight changes only when its master has
 passed its threshold, and the policy that the next update sees has no fresh noise. A run that
-resumes, on any number of ranks, gives its model the same bits. MODEL itself does not change, as its
+resumes gives its model the same bits. MODEL itself does not change, as its
 weights need no rounding.
 """
 

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from grpo.engine import load_states
 from grpo.options.training import rounding
-from grpo.options.training.recut import WEIGHTS
 from grpo.options.training.rounded_step import round_masters
 from grpo.options.training.rounding import BLOCK, noise, rounded
 
@@ -71,7 +70,7 @@ def bits_of(world, masters, monkeypatch):
 
 
 def test_any_number_of_ranks_gives_the_same_bits(monkeypatch):
-    """So a run may resume with another number of ranks."""
+    """Each weight's depends on its place among all, not on how they are cut."""
     monkeypatch.setattr(rounding, "BLOCK", 1000)
     masters = torch.randn(12_000, generator=torch.Generator().manual_seed(0))
     one = bits_of(1, masters, monkeypatch)
@@ -106,7 +105,7 @@ def test_two_ranks_move_by_less_than_the_spacing_and_resume_with_the_same_bits(t
         one, other = (load_file(folder / "final" / file) for folder in (whole, resumed))
         assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
         parts = [load_states(whole / f"final/trainer/optimizer_{rank}.pt") for rank in (0, 1)]
-        masters = torch.cat([part[WEIGHTS][0] for part in parts])
+        masters = torch.cat([part["single_partition_of_fp32_groups"][0] for part in parts])
         assert len(masters) <= BLOCK
         expected = rounded(masters, 0, seed=0).double()
         found = sum(weight.double().sum().item() for weight in one.values())
