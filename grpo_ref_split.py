@@ -84,13 +84,12 @@ IS_CAP = 2.0
 # only groups of workers, which may be older, can be clipped.
 UPDATES_PER_ROLLOUT = 1
 
-# --- Workers, and a reference that is refreshed ----------------------------------------
+# --- Workers, and another reference ------------------------------------------------------
 PUBLISH_STEPS = 0  # workers get a new policy every N steps; more is staler; 0: no workers
 TRAINER = "http://127.0.0.1:59876"  # where rank 0 serves workers; other machines need GRPO_TOKEN
 TRAINER_SAMPLES = True  # True: ranks sample what workers have not sent; False: only workers do
 MAX_STALENESS = 4  # groups sampled more than N updates ago are dropped; more keeps older groups
 REFERENCE = None  # without a server: a reference model that has MODEL's tokenizer; None: MODEL
-REFERENCE_REFRESH_STEPS = 0  # without a server: every N steps the policy becomes the reference
 
 # --- Optimization -------------------------------------------------------------------
 STEPS = 500  # optimizer updates, and attempts with nothing to train (max_steps)
@@ -334,7 +333,7 @@ def update(run, samples, step, old):
     return metrics | taken | {"learning_rate": rate, "skipped": int(not finite)}
 
 
-# --- The loop: lines 2, 3, 4, 10 -------------------------------------------------------
+# --- The loop: lines 4, 10 -------------------------------------------------------------
 def train(run):
     """Collective: trains for all steps; returns whether a signal stopped it earlier."""
     c, p, bar = run.c, run.progress, progress_bar(run.progress.step, run.c.STEPS)
@@ -371,8 +370,9 @@ def train_on(run, groups, metrics, sampled, place, last, bar):
         old = "kept" if old == "now" else old
         p.step += 1  # after line 11: a checkpoint has the number of steps that were made
         with ranks.all_or_none():  # collective
-            if number == updates:
-                end_rollout(run, before)
+            if number == updates and p.passed(c.PUBLISH_STEPS, before):
+                with run.clock.part("publish"):
+                    run.workers.publish(p.step)
             run.laps.append(run.clock.lap())
             once = metrics if number == 1 else {}  # the rollout's metrics are logged once
             run.folder.log("metrics.jsonl", {"step": p.step} | once | trained | run.laps[-1])
@@ -380,18 +380,6 @@ def train_on(run, groups, metrics, sampled, place, last, bar):
         if samples:
             check_update(run, trained, samples)  # collective
         place = checkpoint.place_of(run)
-
-
-def end_rollout(run, before):
-    """Copies the policy into the reference (lines 2, 3), and publishes it, if either is due."""
-    c, p = run.c, run.progress
-    if c.KL_BETA and p.passed(c.REFERENCE_REFRESH_STEPS, p.reference):
-        run.reference.refresh()
-        p.reference = p.step
-        say(f"the policy of step {p.step} is now the reference")
-    if p.passed(c.PUBLISH_STEPS, before):  # last: it may fail on rank 0 alone
-        with run.clock.part("publish"):
-            run.workers.publish(p.step)
 
 
 def evaluate_if_due(run):

@@ -4,7 +4,6 @@ A checkpoint is a model in Hugging Face format, which MODEL may name, and a fold
 
     optimizer_0.pt ...  a rank's part of the optimizer and of the float32 weights
     rank_0.json ...     its position in the data and its random number generators
-    reference.safetensors    the reference, once REFERENCE_REFRESH_STEPS has replaced it
     state.json          the run's progress, and the sizes of every rank's files
 
 Beside them are links: `best` to the checkpoint with the best evaluation (KEEP_BEST), and `final` to
@@ -27,19 +26,16 @@ import uuid
 from dataclasses import asdict
 from pathlib import Path
 
-import safetensors.torch
 import torch
 import torch.distributed as dist
 
 from grpo.engine import give_weights, load_states
 from grpo.log import say
-from grpo.models import as_umask
 from grpo.ranks import RunFailed, any_rank, gathered
 from grpo.report import as_json, model_card, naming_run_dir
 
 DRAFT = ".unfinished"
 CONSTANTS = "grpo_split.json"  # a run's, beside its model; evaluate.py reads them
-REFERENCE = "reference.safetensors"
 STATE_BYTES = 12  # of a trained parameter: master weight and Adam's two moments, in float32
 
 
@@ -114,8 +110,7 @@ def check_disk(c, model):
         return say("SAVE_STEPS = 0: no checkpoint is saved, not even at the end")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = sum(p.nbytes for p in (trained if c.LORA_RANK else model.parameters()))
-    size = weights * (1 + bool(c.REFERENCE_REFRESH_STEPS))
-    size += STATE_BYTES * sum(p.numel() for p in trained)
+    size = weights + STATE_BYTES * sum(p.numel() for p in trained)
     most = size * (c.KEEP_CHECKPOINTS + 1) + weights * c.KEEP_BEST
     free = min(gathered(shutil.disk_usage(c.RUN_DIR).free))
     needs = f"a checkpoint takes {size / 1e9:.3g} GB, all of them at most {most / 1e9:.3g} GB"
@@ -143,12 +138,9 @@ def try_save(c, policy):
 
 
 def write_shared(run, draft, state):
-    """Writes the files that ranks share: the refreshed reference and, on rank 0, the model and its
-    card. Returns the paths whose sizes are checked."""
+    """Writes the files that ranks share: on rank 0 the model and its card. Returns the paths whose
+    sizes are checked."""
     Path(draft, "trainer").mkdir(parents=True)
-    if run.progress.reference:
-        safetensors.torch.save_file(run.reference.weights(), draft / "trainer" / REFERENCE)
-        as_umask(draft / "trainer")
     if dist.get_rank() == 0:
         run.policy.save(draft)
         card = model_card(run.c, state)
@@ -272,9 +264,8 @@ def examine(path):
     return state, None
 
 
-def load(path, engine, stream, reference=None):
-    """Collective: restores engine, stream, random number generators and, if one is given, the
-    `reference` from what save() wrote."""
+def load(path, engine, stream):
+    """Collective: restores engine, stream and random number generators from what save() wrote."""
     rank, trainer = dist.get_rank(), Path(path, "trainer")
     part = load_states(trainer / f"optimizer_{rank}.pt")
     mine = json.loads(Path(trainer, f"rank_{rank}.json").read_text())
@@ -284,8 +275,6 @@ def load(path, engine, stream, reference=None):
         state |= {name: x.clone() for name, x in state.items() if getattr(x, "is_cpu", False)}
     dist.barrier()
     give_weights(engine, stream.seed)  # collective
-    if reference:
-        reference.load(safetensors.torch.load_file(trainer / REFERENCE))
     stream.position = mine["position"]
     version, numbers, gauss = mine["random"]
     random.setstate((version, tuple(numbers), gauss))

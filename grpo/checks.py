@@ -18,7 +18,7 @@ KINDS = [  # (kind, constants)
         EVAL_QUESTIONS KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT WAIT_LIMIT_SECONDS
         REWARD_TIMEOUT_SECONDS IDLE_LIMIT MICRO_BATCH_TOKENS SAMPLE_BATCH"""),
     (COUNT, """LORA_RANK WARMUP_STEPS SEED EVAL_STEPS PUBLISH_STEPS
-        MAX_STALENESS REFERENCE_REFRESH_STEPS OVERLONG_TOKENS
+        MAX_STALENESS OVERLONG_TOKENS
         MAX_FAILED_REWARDS SAVE_STEPS"""),
     (NUMBER, """TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA IS_CAP WEIGHT_DECAY FINAL_LR
         MAX_GRAD_NORM"""),
@@ -80,13 +80,6 @@ RELATIONS = [  # (constant, what it must be, whether it is), of constants of the
     ("REFERENCE", "None with a server, whose MODEL is the reference; or set REF_SERVER = None",
      lambda c: c.REF_SERVER is None or c.REFERENCE is None),
     ("REFERENCE", "None if KL_BETA = 0: it is unused", lambda c: c.KL_BETA > 0 or not c.REFERENCE),
-    ("REFERENCE", "None if REFERENCE_REFRESH_STEPS > 0, as the policy replaces the reference",
-     lambda c: not c.REFERENCE_REFRESH_STEPS or c.REFERENCE is None),
-    ("REFERENCE_REFRESH_STEPS", "0 if KL_BETA = 0, as there is no reference",
-     lambda c: c.KL_BETA > 0 or not c.REFERENCE_REFRESH_STEPS),
-    ("REFERENCE_REFRESH_STEPS",
-     "0 with a server: set REF_SERVER = None, or start server and run anew from RUN_DIR/final",
-     lambda c: c.REF_SERVER is None or not c.REFERENCE_REFRESH_STEPS),
 ]  # fmt: skip
 
 

@@ -189,6 +189,11 @@ def names_of(script):
     return re.findall("^([A-Z_]+) = ", block, re.MULTILINE)
 
 
+GONE = {  # constants of earlier versions, and what there is instead
+    "REFERENCE_REFRESH_STEPS": "begin a new run from RUN_DIR/final (docs/loss.md)",
+}
+
+
 def check_names(names, known, where=""):
     """Raises SystemExit for a name that is not in `known`: another script has it, or it is
     misspelt."""
@@ -197,6 +202,7 @@ def check_names(names, known, where=""):
             near = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0)[0]
             owners = [script for script in SCRIPTS if name in names_of(script)]
             why = f"{owners[0]} has it" if owners else f"did you mean {near}?"
+            why = f"it is gone: {GONE[name]}" if name in GONE else why
             raise SystemExit(f"{where}there is no constant {name}: {why}")
 
 

@@ -13,6 +13,7 @@ here, or another MODEL at the server.
 
 import contextlib
 import copy
+import functools
 from types import MappingProxyType
 
 import torch
@@ -49,18 +50,19 @@ class LocalReference(NoReference):
     def __init__(self, c, policy):
         self.c, self.policy = c, policy
         self.info = {"model": c.REFERENCE or c.MODEL, "dtype": policy.dtype}
-        self.adapters, self.what, model = None, "a copy of MODEL", policy.model
+        self.as_reference = contextlib.nullcontext
+        self.what, model = "a copy of MODEL", policy.model
         if c.REFERENCE:
             from grpo.options.training.teacher import load_teacher
 
             self.what, model, self.info["model"] = load_teacher(c, policy)
         elif c.LORA_RANK:
-            from grpo.options.training.lora import ReferenceAdapters
+            from grpo.options.training.lora import adapters_off
 
             self.what = "the policy's model without its adapters"
-            self.adapters = ReferenceAdapters(model)
+            self.as_reference = functools.partial(adapters_off, model)
         self.model = CompletionModel(model)
-        if model is policy.model and not self.adapters:
+        if model is policy.model and not c.LORA_RANK:
             self.model = copied(self.model)
         self.info["weights"] = weights_of(model)
 
@@ -69,7 +71,7 @@ class LocalReference(NoReference):
         each takes less memory than it does in training."""
         pairs = [([s.prompt for s in g.samples], [s.ids for s in g.samples]) for g in groups]
         settings = {"temperature": self.c.TEMPERATURE, "vocab_size": self.policy.vocab_size}
-        with self.adapters.as_reference() if self.adapters else contextlib.nullcontext():
+        with self.as_reference():
             found = score_groups(self.model, pairs, budget=budget, **settings)
         for group, logps in zip(groups, found, strict=True):
             group.take_ref_logps(logps)

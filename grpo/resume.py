@@ -36,7 +36,6 @@ class Progress:
     saved: int | None = None  # the step of the last checkpoint
     best: int | None = None  # the step of the best evaluation (KEEP_BEST), from the first update on
     best_accuracy: float | None = None  # its result, or that of step 0 if none was better
-    reference: int = 0  # the step whose policy is the reference; 0: MODEL is
     idle: int = 0  # steps in a row that had nothing to train,
     idle_reason: str = ""  # and why the last of them had nothing
     bad: int = 0  # updates in a row that were not finite
@@ -104,8 +103,6 @@ def log_other_data(c, progress, stream, before, now):
     """Logs what has changed since a checkpoint; if it is the prompts, their order begins anew.
     `before` and `now` are Run.data. SystemExit if a checkpoint of adapters has lost its MODEL."""
     changed = {name for name in now if now[name] and now[name] != (before.get(name) or now[name])}
-    if progress.reference:  # it is in the checkpoint
-        changed.discard("reference")
     named = {"task_file": f"the file of TASK = {c.TASK!r}"}
     named |= {"model": f"what MODEL = {c.MODEL!r} contains"}
     named |= {"reference": "the reference, or transformers,"}
@@ -119,17 +116,17 @@ def log_other_data(c, progress, stream, before, now):
 
 
 # --- Begin or resume ------------------------------------------------------------------
-def open_run(c, record, engine, stream, reference, data, uses):
+def open_run(c, record, engine, stream, data, uses):
     """Collective: returns the Progress of the run in RUN_DIR: a new run, or one that resumes from
-    its newest complete checkpoint. `record` is Run.record; `reference` gets the checkpoint's
-    reference, if that was refreshed; run.json gets `data` (data_of) and `uses` (start.uses_of)."""
+    its newest complete checkpoint. `record` is Run.record; run.json gets `data` (data_of) and `uses`
+    (start.uses_of)."""
     folder, (path, state) = RunFolder(c.RUN_DIR), newest(c.RUN_DIR)
     if path:
         check_resumable(path, state, record)
         known = {field.name for field in fields(Progress)}  # earlier versions had others, too
         before = {name: value for name, value in state["progress"].items() if name in known}
         progress = Progress(**before | {"idle": 0, "bad": 0})
-        load(path, engine, stream, reference if progress.reference else None)
+        load(path, engine, stream)
         # DeepSpeed has restored the old values of these; the learning rate is set at each step
         engine.optimizer.clip_grad = c.MAX_GRAD_NORM
         for group in engine.optimizer.param_groups:
@@ -162,9 +159,6 @@ def check_resumable(path, state, now):
     can't resume from the checkpoint `path`."""
     before = {"BASE_BITS": 16} | state["constants"]  # older checkpoints lack it
     rules = [(name, now[name], before[name]) for name in SAME]
-    if state["progress"]["reference"]:  # only the checkpoint has the refreshed reference
-        refresh = now["REFERENCE_REFRESH_STEPS"]  # which needs a KL and no server (checks.py)
-        rules.append(("REFERENCE_REFRESH_STEPS", refresh, refresh or "above 0"))
     for name, value, must in rules:
         if not is_same(name, value, must):
             how = f" (after: python -m grpo.commands.merge {path} OUT)" * bool(before["LORA_RANK"])

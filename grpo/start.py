@@ -75,10 +75,6 @@ def make_reference(c, policy, server):
         from grpo.remote import RemoteReference
 
         reference = RemoteReference(server, c, policy)
-    elif c.REFERENCE_REFRESH_STEPS:
-        from grpo.options.training.refresh import RefreshedReference
-
-        reference = RefreshedReference(c, policy)
     else:
         reference = LocalReference(c, policy)
     if is_teacher(reference.info, c.MODEL):
@@ -153,7 +149,7 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     data = data_of(recipe) | models_of(c, policy, reference)  # collective
     uses = uses_of(c, policy, sampler, engine, recipe, reference)
     say("; ".join(f"{name}: {what}" for name, what in uses.items()))
-    progress = open_run(c, record, engine, stream, reference, data, uses)  # collective
+    progress = open_run(c, record, engine, stream, data, uses)  # collective
     check_disk(c, policy.model)  # collective
     workers = serve_workers(c, recipe, policy, progress)  # collective
     return Run(

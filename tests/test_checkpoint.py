@@ -30,7 +30,7 @@ RUN = {  # the constants that checkpoints look at
     "MAX_GRAD_NORM": 1.0,
     "ADAM_BETAS": [0.9, 0.99], "WEIGHT_DECAY": 0.0, "KEEP_BEST": True, "KEEP_CHECKPOINTS": 2,
     "REF_SERVER": None, "KL_BETA": 0.04, "EVAL_QUESTIONS": 9, "EVAL_SPLIT": "test",
-    "STOP_STRINGS": [], "OUTCOME": "correctness", "REFERENCE_REFRESH_STEPS": 2,
+    "STOP_STRINGS": [], "OUTCOME": "correctness",
     "LR_SCHEDULE": "linear", "WARMUP_STEPS": 0, "FINAL_LR": 1.0,
     "MAX_COMPLETION_TOKENS": 9, "LEARNING_RATE": 1e-6, "CHAT_TEMPLATE": {}, "SAVE_STEPS": 1,
 }  # fmt: skip
@@ -85,21 +85,19 @@ def a_stream(size=1, **share):
     return Stream([(i, {}, [i]) for i in range(size)], 0, **share)
 
 
-def save(folder, step, *, stream=None, keep=2, model=None, policy=None, engine=None, **progress):
+def save(folder, step, *, stream=None, keep=2, policy=None, engine=None, **progress):
     """Saves a checkpoint of a run, named "r" if it has no other name."""
-    run = SimpleNamespace(stream=stream or a_stream(), reference=model, data=DATA)
+    run = SimpleNamespace(stream=stream or a_stream(), data=DATA)
     run.c = SimpleNamespace(**RUN | {"RUN_DIR": str(folder), "KEEP_CHECKPOINTS": keep})
     run.record, run.progress = vars(run.c), resume.Progress(**{"name": "r"} | progress, step=step)
     run.policy, run.engine = policy or FakePolicy(), engine or FakeEngine()
     checkpoint.save_run(run)
 
 
-def opened(folder, reference=None, *, data=None, stream=None, **changes):
+def opened(folder, *, data=None, stream=None, **changes):
     """-> the Progress of a run that begins or resumes with RUN and other constants."""
     c = SimpleNamespace(**RUN | {"RUN_DIR": str(folder)} | changes)
-    return resume.open_run(
-        c, vars(c), FakeEngine(), stream or a_stream(), reference, data or DATA, {}
-    )
+    return resume.open_run(c, vars(c), FakeEngine(), stream or a_stream(), data or DATA, {})
 
 
 def names_in(folder):
@@ -239,12 +237,6 @@ def test_accuracies_of_other_questions_are_not_compared(tmp_path, alone):
     assert (progress.best, progress.best_accuracy) == (3, None)
 
 
-def test_a_refreshed_reference_is_not_what_model_contains_now(capsys):
-    other = DATA | {"reference": "other"}
-    resume.log_other_data(SimpleNamespace(**RUN), SimpleNamespace(reference=2), None, DATA, other)
-    assert "has changed" not in capsys.readouterr().out
-
-
 DAMAGE = {
     "a file is gone": lambda path: os.remove(path / "model.safetensors"),
     "a file is cut": lambda path: os.truncate(path / "trainer/optimizer_0.pt", 99),
@@ -304,7 +296,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_and_has_a_name(tmp_path, 
 
 def test_a_disk_without_room_for_a_checkpoint_is_refused(tmp_path, alone, monkeypatch, capsys):
     model, free = torch.nn.Linear(100, 100), 10_100 * (4 + 12)
-    c = SimpleNamespace(**RUN | {"RUN_DIR": str(tmp_path), "REFERENCE_REFRESH_STEPS": 0})
+    c = SimpleNamespace(**RUN | {"RUN_DIR": str(tmp_path)})
     for room in (free, free - 1):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, room=room: SimpleNamespace(free=room))
         with contextlib.nullcontext() if room == free else pytest.raises(SystemExit, match="disk"):
@@ -524,29 +516,6 @@ def test_a_run_with_a_checkpoint_keeps_what_it_logged_until_then(tmp_path, alone
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records] == [1, 2, 3] and records[0]["loss"] is None
     assert not (tmp_path / "samples.jsonl").exists()
-
-
-# --- A reference that was refreshed -----------------------------------------------------
-def a_reference(value):
-    model = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.constant_(model.weight, value)
-    model.weights, model.load = model.state_dict, model.load_state_dict
-    return model
-
-
-def test_a_refreshed_reference_is_part_of_a_checkpoint(tmp_path, alone):
-    """A server has MODEL; without a reference it would be lost at the next checkpoint."""
-    fixed, refreshed = tmp_path / "fixed", tmp_path / "refreshed"
-    for folder, step in ((fixed, 0), (refreshed, 2)):
-        save(folder, 3, model=a_reference(2.0), reference=step)
-        opened(folder, model := a_reference(1.0))
-        assert model.weight.item() == (2.0 if step else 1.0)
-    opened(fixed, REFERENCE_REFRESH_STEPS=0)
-    with pytest.raises(SystemExit, match="REFERENCE_REFRESH_STEPS"):
-        opened(refreshed, REFERENCE_REFRESH_STEPS=0)
-    assert not (fixed / "step_000003/trainer/reference.safetensors").exists()
-    os.truncate(refreshed / "step_000003/trainer/reference.safetensors", 9)
-    assert checkpoint.examine(refreshed / "step_000003")[1]  # as any file of a checkpoint
 
 
 # --- A run that ends by an error --------------------------------------------------------

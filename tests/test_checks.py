@@ -27,7 +27,6 @@ WRONG = {
     "STOP_STRINGS": ["</answer>", [""]],
     "MAX_STALENESS": [-1],
     "TRAINER_SAMPLES": [False],  # and nobody else may
-    "REFERENCE_REFRESH_STEPS": [0.5, 5],  # 5: REF_SERVER is set
     "REF_SERVER": ["127.0.0.1:59875", ""],
     "REPORT_TO": ["wandb", ["mlflow"], [None], None],
     "TRAINER": ["127.0.0.1:59876", "https://gpu01:59876", "http://gpu01", None],
@@ -71,9 +70,6 @@ def test_every_constant_of_the_trainer_is_checked():
     ("ADAM_BETAS", {"ADAM_BETAS": (0.9,)}),
     ("RATIO_LEVEL", {"RATIO_LEVEL": "sequence", "PUBLISH_STEPS": 1}),
     ("VLLM_CACHE_GB", {"VLLM_CACHE_GB": 0}),
-    ("REFERENCE", {"REFERENCE": "a/t", "REFERENCE_REFRESH_STEPS": 5, "REF_SERVER": None}),
-    ("REFERENCE_REFRESH_STEPS",
-     {"KL_BETA": 0.0, "REFERENCE_REFRESH_STEPS": 5, "REF_SERVER": None}),
 ])  # fmt: skip
 def test_what_would_be_ignored_in_silence_or_found_late_is_refused(name, own):
     with pytest.raises(SystemExit, match=f"{name} = .* must be"):

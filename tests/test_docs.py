@@ -122,6 +122,10 @@ RUN = {  # the file that runs a command, or the same with other constants; the w
     "make test-oldest": (".ci/run", "\nmake test-oldest\n"),
     "make test-long": (".ci/run", "\nmake test-long\n"),
     "make lint": (".ci/run", "\nmake lint\n"),
+    "python grpo_ref_split.py presets/demo.py REF_SERVER=None RUN_DIR=runs/first": (
+        "tests/test_recovery.py",
+        'TEXT["docs/loss.md"]',
+    ),
     ".ci/run": (".github/workflows/ci.yml", "run: .ci/run\n"),
     ".venv/bin/python -m pytest tests/test_loss.py": ("Makefile", ".venv/bin/python -m pytest"),
     ".venv/bin/python -m docs.learn": ("tests/test_learn.py", "learn.main()"),

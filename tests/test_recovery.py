@@ -1,14 +1,17 @@
 """Real processes, killed without warning and started again with the same command."""
 
+import json
 import os
 import re
 import signal
 import statistics
+import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+from documents import TEXT
 from processes import (
     PATIENCE,
     QUICK,
@@ -16,7 +19,6 @@ from processes import (
     free_port,
     kill,
     launch,
-    learned,
     ranks_of,
     records,
     start,
@@ -24,10 +26,10 @@ from processes import (
     start_ranks,
     wait_for_step,
 )
-from safetensors.torch import load_file
 
 from grpo.proof import MISMATCH
 
+HERE = Path(__file__).parent
 NOBODY = "http://127.0.0.1:9"  # where nothing listens
 NEVER = 10**6
 ENDLESS = {"SAVE_STEPS": NEVER, "STEPS": NEVER, "EVAL_STEPS": NEVER}
@@ -141,7 +143,7 @@ def test_workers_come_and_go_and_find_a_trainer_that_resumes(tiny, tmp_path):
     """kill -9 of the first worker, with groups in hand, and of the trainer, a step after its
     checkpoint. A worker is fast here, and its groups are of the policy before the newest."""
     preset = preset_of(tiny, tmp_path / "run", None, PUBLISH_STEPS=1, TRAINER_SAMPLES=False)
-    preset |= {"TRAINER": f"http://127.0.0.1:{free_port()}", "REFERENCE_REFRESH_STEPS": 3}
+    preset |= {"TRAINER": f"http://127.0.0.1:{free_port()}"}
     preset |= {"STEPS": 16, "SAVE_STEPS": 4, "EVAL_STEPS": 0}
     logs = {name: tmp_path / name for name in ("trainer", "first", "second", "misfit")}
 
@@ -177,27 +179,21 @@ def test_workers_come_and_go_and_find_a_trainer_that_resumes(tiny, tmp_path):
     assert not (tmp_path / "run/.policy").exists()
 
 
-def test_a_refreshed_reference_is_the_policy_of_its_step_also_where_the_run_resumes(tiny, tmp_path):
-    """Bit for bit: with MODEL as its reference again it would learn something else."""
-    shared = preset_of(tiny, "", None, EVAL_STEPS=0, REFERENCE_REFRESH_STEPS=2)
-    folders = {name: tmp_path / name for name in ("whole", "halves", "fixed")}
-    presets = [
-        shared | {"RUN_DIR": str(folders[name]), "STEPS": steps}
-        for name, steps in (("whole", 5), ("halves", 3), ("halves", 5), ("fixed", 2), ("fixed", 5))
-    ]
-    for preset in presets[3:]:  # it resumes with MODEL, and not with the checkpoint
-        preset["REFERENCE_REFRESH_STEPS"] = 0
-    launch(1, command_of("grpo_ref_split", *presets), tmp_path / "log")
-    whole, halves, fixed = map(learned, folders.values())
-    assert whole == halves and [r["step"] for r in whole] == [1, 2, 3, 4, 5]
-    kl, of_fixed = ([r["kl"] for r in steps] for steps in (whole, fixed))
-    assert of_fixed[0] < 1e-9 and min(of_fixed[1:]) > 1e-4 and kl[1] == of_fixed[1]
-    # The first update after a refresh is of the policy that has become the reference
-    assert max(kl[0], kl[2], kl[4]) < 1e-9 and min(kl[1], kl[3]) > 1e-6, kl
-    one, other = (
-        load_file(folders[name] / "final/model.safetensors") for name in ("whole", "halves")
-    )
-    assert all(one[name].equal(other[name]) for name in one)
-    kept = load_file(folders["whole"] / "final/trainer/reference.safetensors")
-    assert kept and any(not tensor.eq(0).all() for tensor in kept.values())
-    assert not (folders["fixed"] / "final/trainer/reference.safetensors").exists()
+def test_the_commands_of_the_docs_make_the_last_policy_the_next_runs_reference(tiny, tmp_path):
+    """docs/loss.md; the outer loop of algorithm 1."""
+    lines = r"^    python grpo_ref_split.py (.*?)(?:  +#.*)?$"
+    commands = re.findall(lines, TEXT["docs/loss.md"], re.MULTILINE)
+    assert len(commands) == 2
+    words = preset_of(tiny, "", None, STEPS=3, EVAL_STEPS=0, TASK=HERE / "tasks/even.py")
+    for number, command in enumerate(commands):
+        own = [word.replace("presets/", f"{HERE.parent}/presets/") for word in command.split()]
+        left = ("RUN_DIR", "REF_SERVER", *["MODEL"] * number)
+        more = [f"{name}={value}" for name, value in words.items() if name not in left]
+        run = [sys.executable, HERE.parent / "grpo_ref_split.py", *own, *more]
+        process = start(run, tmp_path / "log", WORKING_FOLDER=str(tmp_path), OMP_NUM_THREADS="1")
+        assert process.wait(PATIENCE) == 0, (tmp_path / "log").read_text()[-3000:]
+    first, second = (steps_in(tmp_path / f"runs/{name}") for name in ("first", "second"))
+    assert first[0]["kl"] < 1e-9 and first[2]["kl"] > 1e-4
+    assert second[0]["kl"] < 1e-9  # not of MODEL of the first run, from which it has moved
+    facts = [json.loads((tmp_path / f"runs/{n}/run.json").read_text()) for n in ("first", "second")]
+    assert facts[0]["data"]["reference"] != facts[1]["data"]["reference"]

@@ -12,7 +12,6 @@ from fakes import a_group, move, tiny_policy
 
 from grpo import remote as remote_module
 from grpo.models import weights_of
-from grpo.options.training.refresh import RefreshedReference
 from grpo.proof import check_reference
 from grpo.reference import (
     LocalReference,
@@ -26,7 +25,7 @@ MEASURED = 1e-5  # rounding of float32 over batches
 
 
 def constants(**changes):
-    c = SimpleNamespace(KL_BETA=0.1, LORA_RANK=0, TEMPERATURE=1.0, REFERENCE_REFRESH_STEPS=0)
+    c = SimpleNamespace(KL_BETA=0.1, LORA_RANK=0, TEMPERATURE=1.0)
     c.BASE_BITS = 16
     c.MODEL, c.MICRO_BATCH_TOKENS = "tiny", 24
     c.REFERENCE, c.DTYPE, c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS = None, "float32", 8, 8
@@ -78,29 +77,6 @@ def test_here_the_reference_is_model_whatever_the_policy_becomes(lora_rank, tiny
     move(policy.model, 0.1)
     assert gap(reference, tiny_policy(tiny)) < MEASURED < 0.01 < gap(reference, policy)
     assert [p.requires_grad for p in policy.model.parameters()] == before
-
-
-@pytest.mark.parametrize("lora_rank", [0, 4])
-def test_a_refreshed_reference_is_the_policy_of_that_step_also_after_a_resume(lora_rank, tiny):
-    """Algorithm 1, lines 2 and 3; a checkpoint has weights()."""
-    c = constants(LORA_RANK=lora_rank, REFERENCE_REFRESH_STEPS=1)
-    policy = tiny_policy(tiny, drift=0.1, lora_rank=lora_rank)
-    there = tiny_policy(tiny, drift=0.1, lora_rank=lora_rank)  # stays as it is
-    there.model.load_state_dict(policy.model.state_dict())  # adapters begin with random numbers
-    reference = make_reference(c, policy, server=None)
-    reference.refresh()
-    move(policy.model, 0.1)
-    moved = [p.clone() for p in policy.model.parameters()]
-    assert gap(reference, there) < MEASURED < 0.01 < gap(reference, policy)
-    assert all(map(torch.equal, policy.model.parameters(), moved))
-
-    resumed = RefreshedReference(c, tiny_policy(tiny, lora_rank=lora_rank))
-    assert gap(resumed, there) > 0.01
-    resumed.load({name: tensor.clone() for name, tensor in reference.weights().items()})
-    assert gap(resumed, there) < MEASURED
-    assert all(tensor.device.type == "cpu" for tensor in resumed.weights().values())
-    if lora_rank:
-        assert all("lora" in name for name in reference.weights())
 
 
 # --- A teacher --------------------------------------------------------------------------

@@ -78,20 +78,6 @@ def adapters_off(model):
             setattr(parent, name, layer)
 
 
-@contextlib.contextmanager
-def swapped(model, tensors):
-    """In the block the parameters named in `tensors` have those values, on the model's device."""
-    parameters = dict(model.named_parameters())
-    kept = {name: parameters[name].data for name in tensors}
-    try:
-        for name, tensor in tensors.items():
-            parameters[name].data = tensor
-        yield
-    finally:
-        for name, tensor in kept.items():
-            parameters[name].data = tensor
-
-
 class MergedAdapters:
     """Inside `with`, each layer that has an adapter is a plain layer with W + 2 B A: one matrix
     product, while an adapter needs four more operations. Outside, the model is unchanged:
@@ -133,17 +119,3 @@ def has_room(model, size):
     memory = torch.accelerator
     cached = memory.memory_reserved(device) - memory.memory_allocated(device)
     return memory.get_memory_info(device)[0] + cached >= 2 * size
-
-
-class ReferenceAdapters:
-    """The adapters of a reference that is the policy's `model`: none, or those of a refresh."""
-
-    def __init__(self, model):
-        self.model, self.tensors = model, {}  # by name, on the model's device
-
-    def as_reference(self):
-        """Returns a context in which the model is the reference."""
-        return swapped(self.model, self.tensors) if self.tensors else adapters_off(self.model)
-
-    def load(self, tensors):
-        self.tensors = {name: tensor.to(self.model.device) for name, tensor in tensors.items()}

@@ -220,7 +220,7 @@ def test_a_local_teacher_has_16_bits_also_if_it_is_model(tiny):
     policy = tiny_policy(tiny, lora_rank=4, bits=4)
     c = SimpleNamespace(KL_BETA=0.1, LORA_RANK=4, BASE_BITS=4, TEMPERATURE=1.0, DTYPE="float32")
     c.MODEL = c.REFERENCE = str(tiny)
-    c.REFERENCE_REFRESH_STEPS, c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS = 0, 8, 8
+    c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS = 8, 8
     info = make_reference(c, policy, server=None).info
     assert info["model"] == f"{tiny} in 16 bits" and is_teacher(info, c.MODEL)
 
