@@ -56,18 +56,14 @@ CARDS = {16: 15.6, 24: 25.2, 40: 42.3, 48: 47.7, 80: 84.9, 141: 149.3}
 # preset: GB of a trainer's GPU, trainer's GPUs, GB of the server's; None: no server
 PRESETS = {
     "1.5b_1x16gb": (16, 1, None),
-    "0.5b_1x24gb": (24, 1, None),
-    "1.5b_1x24gb": (24, 1, None),
     "3b_1x24gb": (24, 1, None),
     "7b_lora_1x24gb": (24, 1, None),
     "7b_4bit_1x16gb": (16, 1, None),
     "14b_4bit_1x24gb": (24, 1, None),
     "3b_1x48gb": (48, 1, None),
-    "3b_1x80gb": (80, 1, None),
     "1.5b_4x24gb": (24, 4, None),
     "7b_2x80gb": (80, 1, 80),
     "3b_8x80gb": (80, 7, 80),
-    "7b_8x80gb": (80, 7, 80),
     "two_machines": (80, 8, 24),
     "teacher": (48, 1, 24),
 }

@@ -2,9 +2,9 @@
 
     python grpo_ref_split.py presets/14b_4bit_1x24gb.py
 
-Needs pip install -e .[bits]. Computed, not run: of the GPU's 25.2 GB the trainer needs 20.6 GB at
-least. The reference is the model without its adapter. A checkpoint is an adapter
-(python -m grpo.commands.merge).
+Needs pip install -e .[bits]. Computed, not run: of the GPU's 25.2 GB the trainer needs 20.8 GB. The
+reference is the model without its adapter. A checkpoint is an adapter (python -m
+grpo.commands.merge).
 """
 
 MODEL = "Qwen/Qwen2.5-14B"

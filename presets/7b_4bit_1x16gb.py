@@ -2,9 +2,9 @@
 
     python grpo_ref_split.py presets/7b_4bit_1x16gb.py
 
-Needs pip install -e .[bits]. Computed, not run: of the GPU's 15.6 GB the trainer needs 13.1 GB at
-least. The reference is the model without its adapter. A checkpoint is an adapter
-(python -m grpo.commands.merge).
+Needs pip install -e .[bits]. Computed, not run: of the GPU's 15.6 GB the trainer needs 13.3 GB. The
+reference is the model without its adapter. A checkpoint is an adapter (python -m
+grpo.commands.merge).
 """
 
 MODEL = "Qwen/Qwen2.5-7B"

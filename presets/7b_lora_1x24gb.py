@@ -2,7 +2,7 @@
 
     python grpo_ref_split.py presets/7b_lora_1x24gb.py
 
-Computed, not run: of the GPU's 25.2 GB the trainer needs 20.3 GB. Full training does not
+Computed, not run: of the GPU's 25.2 GB the trainer needs 20.2 GB. Full training does not
 fit, not even with OFFLOAD_OPTIMIZER. The reference is the model without its adapter. A checkpoint
 is an adapter (python -m grpo.commands.merge).
 """
