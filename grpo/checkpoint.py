@@ -32,7 +32,7 @@ import torch.distributed as dist
 from grpo.engine import give_weights, load_states
 from grpo.log import say
 from grpo.ranks import RunFailed, any_rank, gathered
-from grpo.report import as_json, model_card, naming_run_dir
+from grpo.report import naming_run_dir
 
 DRAFT = ".unfinished"
 CONSTANTS = "grpo_split.json"  # a run's, beside its model; evaluate.py reads them
@@ -125,11 +125,9 @@ def check_disk(c, model):
 def try_save(c, policy):
     """Writes what a checkpoint has besides weights to a temporary folder. Raises SystemExit if this
     fails, because the run would fail at its first checkpoint, and lose what it has learned."""
-    state = {"step": 0, "progress": {"accuracy": None}, "constants": as_json(vars(c))}
     try:
         with tempfile.TemporaryDirectory(prefix=".trial_", dir=c.RUN_DIR) as folder:
             policy.save(folder, trial=True)
-            Path(folder, "README.md").write_text(model_card(c, state), "utf-8")
     except Exception as error:
         raise SystemExit(
             f"a checkpoint of MODEL = {c.MODEL!r} can't be saved to RUN_DIR = {c.RUN_DIR!r}, so the"
@@ -138,13 +136,11 @@ def try_save(c, policy):
 
 
 def write_shared(run, draft, state):
-    """Writes the files that ranks share: on rank 0 the model and its card. Returns the paths whose
-    sizes are checked."""
+    """Writes the files that ranks share: on rank 0 the model. Returns the paths whose sizes are
+    checked."""
     Path(draft, "trainer").mkdir(parents=True)
     if dist.get_rank() == 0:
         run.policy.save(draft)
-        card = model_card(run.c, state)
-        Path(draft, "README.md").write_text(card, "utf-8")
         Path(draft, CONSTANTS).write_text(json.dumps(state["constants"], indent=1))
     return list(draft.rglob("*.safetensors"))  # people may edit the other files
 

@@ -110,19 +110,17 @@ def whole_model(name, **options):
 WEIGHTS = 256  # of each parameter of a model, about, that its hash reads
 
 
-def weights_of(model, with_config=True):
+def weights_of(model):
     """Returns a hash of a model's configuration, which another version of transformers may complete
-    otherwise, and of a sample of its weights: equal for one model under two names, at the hub and
-    in a folder, in bfloat16 and in float32. Adapters do not count, nor do weights of 4 bits
-    (uint8), which a GPU may round otherwise."""
+    otherwise, and of a sample of its weights. Weights of 4 bits (uint8), which a GPU may round
+    otherwise, do not count."""
     config = model.config.to_dict()
     # How it was saved and loaded
     of_file = ("dtype", "torch_dtype", "transformers_version", "quantization_config")
     config = {k: v for k, v in config.items() if not k.startswith("_") and k not in of_file}
-    config = json.dumps(config, sort_keys=True, default=str).encode() if with_config else b""
-    digest = hashlib.sha256(config)
-    for name, weight in model.named_parameters():
-        if ".lora_" not in name and weight.is_floating_point():
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for weight in model.parameters():
+        if weight.is_floating_point():
             flat = weight.detach().flatten()
             few = flat[:: max(1, len(flat) // WEIGHTS)].to(torch.bfloat16)
             digest.update(few.view(torch.int16).cpu().numpy().tobytes())

@@ -1,6 +1,7 @@
 """Checks by log-probs that the trainer trains what was sampled, and that the reference is right."""
 
 import math
+from pathlib import Path
 
 # Largest mean k3 = exp(d) - d - 1 that counts as rounding, where d is the difference between two
 # computations of a token's log-prob. A higher limit misses small errors. Published: 1.5e-3 (sd of d
@@ -50,6 +51,6 @@ def check_sampler(metrics, sampler, noises=(), rounded=False):
 def check_reference(metrics, dtype, reference, *, model):
     """Raises RuntimeError if, at the run's first update, the reference has the policy's name but
     other weights: log-probs that differ by more than rounding. `reference` is its /info."""
-    if "kl" in metrics and reference["model"] == model:
+    if "kl" in metrics and Path(reference["model"]).name == Path(model).name:
         what = f"at the first update the reference's weights differ from those of {model}"
         check_gap(metrics["kl"], max(NOISE[dtype], NOISE[reference["dtype"]]), what)

@@ -14,18 +14,19 @@ here, or another MODEL at the server.
 import contextlib
 import copy
 import functools
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
 from grpo.forward import CompletionModel
-from grpo.models import weights_of
 from grpo.scoring import score_groups
 
 
 def is_teacher(info, model):
-    """Returns whether a reference, by its `info`, is another model than the policy's."""
-    return info["model"] not in (None, model)
+    """Returns whether a reference, by its `info`, is another model than the policy's: one that has
+    another name, at the hub or as a folder."""
+    return info["model"] is not None and Path(info["model"]).name != Path(model).name
 
 
 class NoReference:
@@ -64,7 +65,6 @@ class LocalReference(NoReference):
         self.model = CompletionModel(model)
         if model is policy.model and not c.LORA_RANK:
             self.model = copied(self.model)
-        self.info["weights"] = weights_of(model)
 
     def fill(self, groups, budget):
         """Scores the groups in batches of `budget` tokens, MICRO_BATCH_TOKENS: without a gradient

@@ -13,14 +13,13 @@ import torch
 
 from grpo.client import Client, text_of
 from grpo.log import in_background, say
-from grpo.models import weights_of
 from grpo.waits import Refused, Wait
 from grpo.wire import check_facts, facts_of, pack_ids, unpack_logps
 
 REQUEST_TOKENS = 1 << 16  # about the tokens of one request; a larger group is sent alone
 # (GB, a preset, arguments): from so many GB on, a GPU trains with either, without a server
 LORA = "REF_SERVER=None LORA_RANK=16 LEARNING_RATE=1e-5"
-ALONE = [(83, "presets/3b_1x80gb.py", "REF_SERVER=None"), (23, "presets/3b_1x24gb.py", LORA)]
+ALONE = [(83, "presets/3b_1x48gb.py", "REF_SERVER=None"), (23, "presets/3b_1x24gb.py", LORA)]
 ALONE += [(15, "presets/1.5b_1x16gb.py", f"{LORA} MODEL=Qwen/Qwen2.5-1.5B")]
 
 
@@ -31,11 +30,7 @@ class RemoteReference:
     part = "wait"
 
     def __init__(self, server, c, policy):
-        self.server, self.info, model = server, server.info, c.MODEL
-        theirs = self.info["model"] != model and self.info.get("weights")  # or an older server
-        if theirs and theirs == weights_of(policy.model):
-            say(f"{self.info['model']} at {server.url} has the weights of MODEL = {model!r}")
-            self.info = self.info | {"model": model}  # it is no teacher
+        self.server, self.info = server, server.info
         if (bits := self.info.get("bits", 16)) != c.BASE_BITS:  # another model, by its log-probs
             self.info = self.info | {"model": f"{self.info['model']} in {bits} bits"}
         self.what = f"{self.info['model']} at {server.url}"

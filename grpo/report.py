@@ -167,7 +167,7 @@ def check_update(run, metrics, samples):
     if (peak := metrics.get("gpu_memory_gb")) and len(run.laps) == 1:
         room = torch.accelerator.get_memory_info()[1] / 1e9
         more = ": MICRO_BATCH_TOKENS may be raised" if peak < room / 2 else ""
-        say(f"the first step took {peak:.0f} of {room:.0f} GB{more}")
+        say(f"the start and the first step took {peak:.0f} of {room:.0f} GB{more}")
     if metrics["skipped"]:
         from grpo.options.training.evidence import skip_step
 
@@ -214,46 +214,6 @@ def report_end(run, asked):
     if not laps:
         ended = f"the run in {c.RUN_DIR} has ended, at step {p.step}"
         say(f"{ended}: raise STEPS to continue it, or choose another RUN_DIR")
-
-
-# --- A checkpoint's README.md -------------------------------------------------------
-def model_card(c, state):
-    """Returns the text of README.md, with the front matter that the hub reads; `c` has the
-    trainer's constants as attributes, `state` is what trainer/state.json begins with."""
-    from huggingface_hub import ModelCardData
-
-    data = ModelCardData(
-        base_model=None if Path(c.MODEL).exists() else c.MODEL,  # the hub refuses a path
-        library_name="peft" if c.LORA_RANK else "transformers",
-        pipeline_tag="text-generation",
-        tags=["grpo"],
-    )
-    step, p = state["step"], state["progress"]
-    kind = f"A LoRA adapter of rank {c.LORA_RANK} for" if c.LORA_RANK else "A model trained from"
-    found = p["accuracy"] is not None
-    result = f"{p['accuracy']:.3f} after step {p['evaluated']}" if found else "none"
-    constants = "\n".join(f"{name} = {value!r}" for name, value in state["constants"].items())
-    ends = "the tokens `eos_token_id` of `generation_config.json`"
-    if c.STOP_STRINGS:
-        ends += f", or with a text of {c.STOP_STRINGS!r}, which `generate` needs as `stop_strings`"
-    return f"""---
-{data.to_yaml()}
----
-
-# {c.TASK}, step {step}
-
-{kind} `{c.MODEL}`, after {step} of {c.STEPS} steps of GRPO (arXiv 2402.03300) on the task
-`{c.TASK}`. Code: {commit()}.
-
-Accuracy of greedy answers to at most {c.EVAL_QUESTIONS} questions of the split `{c.EVAL_SPLIT}`:
-{result}. If evaluations chose the checkpoint, report the accuracy on another split.
-
-Answers end with {ends}.
-
-```python
-{constants}
-```
-"""
 
 
 @functools.cache  # the code that was loaded, not what is there when a later checkpoint is saved

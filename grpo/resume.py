@@ -99,27 +99,22 @@ def data_of(recipe):
     return data
 
 
-def log_other_data(c, progress, stream, before, now):
+def log_other_data(progress, stream, before, now):
     """Logs what has changed since a checkpoint; if it is the prompts, their order begins anew.
-    `before` and `now` are Run.data. SystemExit if a checkpoint of adapters has lost its MODEL."""
-    changed = {name for name in now if now[name] and now[name] != (before.get(name) or now[name])}
-    named = {"task_file": f"the file of TASK = {c.TASK!r}"}
-    named |= {"model": f"what MODEL = {c.MODEL!r} contains"}
-    named |= {"reference": "the reference, or transformers,"}
-    for name in changed & named.keys():
-        say(f"{named[name]} has changed since the checkpoint")
-    if "model" in changed:
-        raise SystemExit("the adapters need the MODEL that they were trained with")
+    `before` and `now` are Run.data."""
+    changed = [name for name in now if now[name] != before.get(name, now[name])]
+    if changed:
+        say(f"changed since the checkpoint: {', '.join(changed)}")
     if "prompt_ids" in changed:
-        say("the prompts have changed: their order begins anew")
+        say("the prompts' order begins anew")
         stream.position, progress.groups = dist.get_rank(), 0
 
 
 # --- Begin or resume ------------------------------------------------------------------
 def open_run(c, record, engine, stream, data, uses):
     """Collective: returns the Progress of the run in RUN_DIR: a new run, or one that resumes from
-    its newest complete checkpoint. `record` is Run.record; run.json gets `data` (data_of) and `uses`
-    (start.uses_of)."""
+    its newest complete checkpoint. `record` is Run.record; run.json gets `data` (of data_of) and
+    `uses` (of start.uses_of)."""
     folder, (path, state) = RunFolder(c.RUN_DIR), newest(c.RUN_DIR)
     if path:
         check_resumable(path, state, record)
@@ -133,7 +128,7 @@ def open_run(c, record, engine, stream, data, uses):
             group["betas"] = tuple(c.ADAM_BETAS)
             group["weight_decay"] = c.WEIGHT_DECAY
         say(f"the run {progress.name} resumes from {path}")
-        log_other_data(c, progress, stream, state.get("data", {}), data)
+        log_other_data(progress, stream, state["data"], data)
         folder.undo(progress.step)
     else:
         name = f"{folder.path.name}-{uuid.uuid4().hex[:8]}"

@@ -41,8 +41,6 @@ def check_adapter(folder, base):
     assert steps[1]["grad_norm"] > 1e-4
     saved = [f.name for f in (folder / "step_000002").glob("*.safetensors")]
     assert saved == ["adapter_model.safetensors"]  # the frozen model is not saved again
-    card = (folder / "final/README.md").read_text()
-    assert "LoRA" in card and "after step 2" in card  # not PEFT's empty template
     trained = AutoModelForCausalLM.from_pretrained(folder / "step_000002").state_dict()
     weights = AutoModelForCausalLM.from_pretrained(base).state_dict()
     changed = [name for name in trained if ".lora_B." in name and trained[name].any()]

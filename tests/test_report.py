@@ -1,4 +1,4 @@
-"""Where metrics go: TensorBoard, W&B and functions, the lines in place of a bar, a model card."""
+"""Where metrics go: TensorBoard, W&B and functions, the lines in place of a bar."""
 
 import importlib.util
 import math
@@ -10,14 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import a_recipe
-from huggingface_hub import ModelCard
 
 import grpo_ref_split as trainer
 from grpo import log, report
-from grpo.constants import Constants
 from grpo.metrics import peak_gb
 from grpo.options.training.reporters import REPORTERS
-from grpo.report import RunFolder, as_json, show
+from grpo.report import RunFolder, show
 from grpo.resume import Progress
 
 
@@ -113,25 +111,6 @@ def test_memory_is_the_peak_since_the_update_before(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: peaks[0])
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda: peaks.pop(0))
     assert [peak_gb("cpu"), peak_gb("cuda"), peak_gb("cuda:1")] == [[], [2.5], [1.0]]
-
-
-# --- The model card -----------------------------------------------------------------
-@pytest.mark.parametrize("rank", [0, 16])
-def test_a_card_has_what_the_hub_and_a_person_want_to_know(tmp_path, rank):
-    own = {"LORA_RANK": rank, "TASK": "countdown", "EVAL_SPLIT": "train"}
-    c = Constants(trainer.DEFAULTS | own)
-    progress = {"accuracy": 0.25, "evaluated": 90}
-    state = {"step": 100, "constants": as_json(vars(c)), "progress": progress}
-    data = ModelCard(text := report.model_card(c, state)).data
-    assert data.base_model == "Qwen/Qwen2.5-3B" and data.tags == ["grpo"]
-    assert data.library_name == ("peft" if rank else "transformers") and data.license is None
-    for fact in ("step 100", "`countdown`", "`train`", "0.250 after step 90", report.commit()):
-        assert fact in text
-    exec(text.split("```python\n")[1].split("```")[0], names := {})  # noqa: S102 (a preset)
-    assert names["LORA_RANK"] == rank and names["REWARD_WEIGHTS"] == c.REWARD_WEIGHTS
-    progress["accuracy"] = None  # never, or OUTCOME applied to no question
-    text = report.model_card(c.but(MODEL=str(tmp_path)), state)  # the hub would look for it
-    assert ModelCard(text).data.base_model is None and "0.250" not in text
 
 
 # --- The end --------------------------------------------------------------------------

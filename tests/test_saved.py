@@ -104,17 +104,12 @@ def test_all_files_have_the_mode_that_the_umask_gives(
             tiny_policy(tiny, lora_rank=rank).save(tmp_path / f"saved {rank}")
         merge(str(tmp_path / "saved 4"), str(tmp_path / "merged"))
         warm_start(tmp_path / "tiny", arithmetic, seed=0, steps=1)
-        weights = lambda: {"a": torch.zeros(2)}
-        progress, reference = SimpleNamespace(reference=1), SimpleNamespace(weights=weights)
-        c = SimpleNamespace(MODEL="m", LORA_RANK=0, TASK="t", STEPS=1, EVAL_QUESTIONS=9)
-        c.EVAL_SPLIT, c.STOP_STRINGS = "test", []
-        state = {"step": 1, "progress": {"accuracy": None}, "constants": {}}
-        parts = {"policy": tiny_policy(tiny), "progress": progress, "reference": reference}
-        write_shared(SimpleNamespace(c=c, **parts), tmp_path / "checkpoint", state)
+        run = SimpleNamespace(policy=tiny_policy(tiny))
+        write_shared(run, tmp_path / "checkpoint", {"constants": {}})
     finally:
         os.umask(before)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert sum(path.suffix == ".safetensors" for path in files) == 6
+    assert sum(path.suffix == ".safetensors" for path in files) == 5
     assert {path.stat().st_mode & 0o777 for path in files} == {mode}
     folders = [path for path in tmp_path.rglob("*") if path.is_dir()]
     assert {path.stat().st_mode & 0o777 for path in folders} == {0o777 & ~mask}

@@ -7,7 +7,7 @@ from fakes import a_recipe, tiny_policy
 from families import tiny_model
 
 from grpo.forward import CompletionModel
-from grpo.start import make_reference, models_of, uses_of
+from grpo.start import make_reference, uses_of
 
 CACHED, PLAIN = "torch, CachedDecoder", "torch, PlainDecoder (each token runs the whole sequence"
 PADDED, WHOLE = "each completion with its prompt", "all logits at once"
@@ -47,15 +47,3 @@ def test_where_rewards_run(tiny, alone, task, submit, where):
     uses = uses_of(recipe.c, policy, policy, engine, recipe, reference)
     assert uses["rewards"] == where
     assert uses["reference"] == "the policy's model without its adapters"
-
-
-@pytest.mark.parametrize("own", [{}, {"LORA_RANK": 2}])
-def test_a_run_knows_the_weights_of_its_local_reference(tiny, own):
-    """MODEL = "other/best" is another model after the other run has gone on."""
-    hashes = []
-    for drift in (0.0, 0.0, 1e-2):
-        policy = tiny_policy(tiny, lora_rank=own.get("LORA_RANK", 0), drift=drift)
-        c = a_recipe(KL_BETA=0.1, **own).c
-        hashes.append(models_of(c, policy, make_reference(c, policy, None)))
-    assert hashes[0] == hashes[1] and bool(hashes[0]["model"]) == bool(own)
-    assert (hashes[0]["reference"] == hashes[2]["reference"]) == bool(own)  # adapters drift alone
