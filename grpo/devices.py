@@ -55,7 +55,7 @@ def keep_freed_memory():
         mallopt(-4, 0), mallopt(-1, 2**31 - 1)  # M_MMAP_MAX, M_TRIM_THRESHOLD
 
 
-NO_MEMORY = re.compile("out.?of.?memory|alloc", re.IGNORECASE)
+NO_MEMORY = re.compile(r"out.?of.?memory|alloc_failed|\ballocate\b", re.IGNORECASE)
 
 
 def is_out_of_memory(error):
@@ -75,6 +75,6 @@ def out_of_memory_names(name, value):
             raise
         why = ". ".join(str(error).split(". ")[:2])  # torch's first two sentences
         raise SystemExit(
-            f"{name} = {value} is too large ({why}): set a lower number and start again"
-            " (docs/memory.md)"
+            f"{name} = {value} is too large ({why}): lower it, or save memory by another constant"
+            " (docs/memory.md, Out of memory)"
         ) from error

@@ -6,35 +6,45 @@ full-length completions, and the largest micro-batches that the trainer may cut.
 """
 
 import torch
+import torch.distributed as dist
 
 from grpo.decoder import make_decoder
 from grpo.devices import out_of_memory_names, release_memory
 from grpo.engine import cpu_threads
+from grpo.log import announced
 from grpo.packing import pack_by_tokens, sizes_of
 from grpo.ranks import all_or_none
 from grpo.sample import Sample
 from grpo.sampler import draw
 
 
-def rehearse(c, policy, engine, batch_loss, prompt, turns):
+def rehearse(c, policy, engine, batch_loss, recipe, questions):
     """Collective: raises SystemExit on all ranks if a batch does not fit one of them. `batch_loss`
-    is the trainer's function, `prompt` the longest prompt's length in tokens; `turns` is whether a
-    completion may have several."""
-    if c.SAMPLER == "torch":
-        with all_or_none(), out_of_memory_names("SAMPLE_BATCH", c.SAMPLE_BATCH):  # collective
-            sample_longest(c, policy, prompt, turns)
-        release_memory()
-    with cpu_threads(), out_of_memory_names("MICRO_BATCH_TOKENS", c.MICRO_BATCH_TOKENS):
-        train_longest(c, policy, engine, batch_loss, prompt)  # collective
+    is the trainer's function, `questions` are the evaluation's. Leaves no gradient."""
+    longest = max(len(question.ids) for question in [*recipe.prompts, *questions])
+    share = lambda number: -(-number // dist.get_world_size())  # of a rank
+    rows = max(share(c.PROMPTS_PER_STEP) * c.GROUP_SIZE, share(len(questions)))
+    # In the place of Adam's two averages, which DeepSpeed makes in its first step
+    there = c.OFFLOAD_OPTIMIZER or engine.optimizer.state
+    sizes = [] if there else map(int, engine.optimizer.partition_size)
+    _block = torch.empty(2 * sum(sizes), dtype=torch.float32, device=engine.device)
+    with announced("the rehearsal of the largest batches"):
+        if c.SAMPLER == "torch":
+            with all_or_none(), out_of_memory_names("SAMPLE_BATCH", c.SAMPLE_BATCH):  # collective
+                sample_longest(c, policy, min(c.SAMPLE_BATCH, rows), longest, recipe.has_turns)
+            release_memory()
+        with cpu_threads(), out_of_memory_names("MICRO_BATCH_TOKENS", c.MICRO_BATCH_TOKENS):
+            train_longest(c, policy, engine, batch_loss, longest)  # collective
     release_memory()
 
 
 @torch.no_grad()
-def sample_longest(c, policy, prompt, turns):
-    """Runs the prompts of a wave, gives the cache the rest of the completions, and samples a last
-    token. A late turn's prompt has all earlier turns, nearly all tokens, and is its own."""
-    group_size = 1 if c.EVAL_STEPS or turns else c.GROUP_SIZE  # an evaluation's share no prompt
-    number, more = c.SAMPLE_BATCH // group_size, c.MAX_COMPLETION_TOKENS - 1
+def sample_longest(c, policy, rows, prompt, turns):
+    """Runs the prompts of a wave of `rows` completions, gives the cache the rest of the
+    completions, and samples a last token. A late turn's prompt has all earlier turns, nearly all
+    tokens, and is its own; an evaluation's completions share no prompt either."""
+    group_size = 1 if c.EVAL_STEPS or turns else c.GROUP_SIZE
+    number, more = rows // group_size, c.MAX_COMPLETION_TOKENS - 1
     if turns:
         prompt, more = prompt + more, 0
     # prompts of two lengths, as padding needs a mask
@@ -49,25 +59,23 @@ def sample_longest(c, policy, prompt, turns):
 
 def train_longest(c, policy, engine, batch_loss, prompt):
     """Collective: runs the largest micro-batches forward and backward, their loss times 0, as that
-    of a filler. Leaves no gradient. A block takes the place of Adam's two averages, which DeepSpeed
-    makes in its first step."""
-    optimizer, model = engine.optimizer, engine.module
-    sizes = [] if c.OFFLOAD_OPTIMIZER else map(int, optimizer.partition_size)
-    _block = torch.empty(2 * sum(sizes), dtype=torch.float32, device=engine.device)
+    of a filler; before them one sample, after which DeepSpeed holds its sums of gradients."""
+    optimizer, model, before = engine.optimizer, engine.module, engine.optimizer.micro_step_id
     engine.set_gradient_accumulation_boundary(False)
-    for completion in completion_lengths(c):
-        batch = largest_batch(c, prompt, model.packs, completion)
+    batches = [largest_batch(c, prompt, model.packs, length) for length in completion_lengths(c)]
+    for batch in (batches[0][:1], *batches):
         hidden, ids = engine([s.prompt for s in batch], [s.ids for s in batch])
         loss, _ = batch_loss(c, hidden, model.head, ids, batch, policy.vocab_size, old="kept")
         engine.backward(0 * loss)  # collective
+    optimizer.micro_step_id = before  # else offload adds to what this has left in RAM
     for sums in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
         sums.update(dict.fromkeys(sums))
 
 
 def completion_lengths(c):
     """Returns the completion lengths to try: with long ones a batch trains the most tokens, with
-    short ones it holds the most keys and values of prompts."""
-    return c.MAX_COMPLETION_TOKENS, -(-c.MAX_COMPLETION_TOKENS // 8)
+    the shortest it gathers the most keys and values of prompts."""
+    return c.MAX_COMPLETION_TOKENS, min(2, c.MAX_COMPLETION_TOKENS)
 
 
 def largest_batch(c, prompt, packs, completion):

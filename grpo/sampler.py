@@ -62,10 +62,11 @@ def stream_groups(
     none. Completions are drawn from softmax(logits / temperature); temperature 0 is greedy, with
     log-probs at temperature 1. The softmax excludes ids from `vocab_size` on, the embedding's
     padding, here, in the trainer and in the reference server. `generator` is a
-    torch.Generator on the model's device. With `stop_strings`, a StopStrings, each token costs a
-    second wait for the device, and the host checks every new id. Raises RuntimeError if a
+    torch.Generator on the model's device. With `stop_strings`, a StopStrings, each token costs
+    more waits for the device, and the host checks every new id. Raises RuntimeError if a
     completion ends whose logits were not finite.
     """
+    assert max_sequences >= group_size, (max_sequences, group_size)
     while new := next_prompts(prompts, max_sequences // group_size):
         check_ids(new, vocab_size)
         wave = Wave(new, group_size, max_new_tokens, eos_ids, stop_strings, model.device)

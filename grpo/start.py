@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from grpo.calls import environment_rewards
 from grpo.checkpoint import check_disk, try_save
+from grpo.devices import out_of_memory_names
 from grpo.engine import make_engine, training_threads
 from grpo.log import say
 from grpo.metrics import Clock
-from grpo.models import weights_of
 from grpo.policy import Policy, make_policy, make_sampler
 from grpo.ranks import all_or_none
 from grpo.reference import LocalReference, NoReference, is_teacher
@@ -83,7 +83,8 @@ def make_reference(c, policy, server):
 
 
 def uses_of(c, policy, sampler, engine, recipe, reference):
-    """Returns {name: what the run uses for it}. What failed its trial has been replaced."""
+    """Returns {name: what the run uses for it}. Packing that failed its trial has been
+    replaced."""
     model, weight = engine.module, next(policy.model.parameters())
     device = torch.cuda.get_device_name() if weight.is_cuda else weight.device.type
     chunks = "in chunks, by Triton" if c.FUSED_LOSS else "in chunks, by torch"
@@ -123,12 +124,6 @@ def make_reporters(c, record, progress):
     return [REPORTERS[name](record, progress) for name in c.REPORT_TO]
 
 
-def models_of(c, policy, reference):
-    """Returns hashes of the reference's model and, for adapters, of MODEL's weights."""
-    base = weights_of(policy.model, with_config=False) if c.LORA_RANK else None
-    return {"reference": reference.info.get("weights"), "model": base}
-
-
 def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     """Collective: returns the Run, new or resumed. `server` is a ReferenceClient, or None;
     `batch_loss` is the trainer's function, for the rehearsal."""
@@ -138,19 +133,21 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     with all_or_none():  # collective
         if rank == 0 and c.SAVE_STEPS:
             try_save(c, policy)
-    reference = make_reference(c, policy, server)  # by MODEL, before a checkpoint is loaded
+    with out_of_memory_names("MODEL", c.MODEL):
+        reference = make_reference(c, policy, server)  # by MODEL, before a checkpoint is loaded
     sampler = make_sampler(c, policy)  # collective
     resolved = {"REWARD_WEIGHTS": recipe.weights, "OUTCOME": recipe.outcome}
     record = as_json(vars(c) | resolved)
-    engine = make_engine(c, policy)
-    longest = max(len(question.ids) for question in [*recipe.prompts, *questions])
-    rehearse(c, policy, engine, batch_loss, longest, recipe.has_turns)  # collective
+    with out_of_memory_names("MODEL", c.MODEL):
+        engine = make_engine(c, policy)  # collective
     stream = Stream(recipe.prompts, c.SEED, rank, dist.get_world_size())
-    data = data_of(recipe) | models_of(c, policy, reference)  # collective
+    data = data_of(recipe)  # collective
     uses = uses_of(c, policy, sampler, engine, recipe, reference)
     say("; ".join(f"{name}: {what}" for name, what in uses.items()))
     progress = open_run(c, record, engine, stream, data, uses)  # collective
     check_disk(c, policy.model)  # collective
+    if progress.step < c.STEPS:
+        rehearse(c, policy, engine, batch_loss, recipe, questions)  # collective
     workers = serve_workers(c, recipe, policy, progress)  # collective
     return Run(
         c=c,

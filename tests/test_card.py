@@ -78,7 +78,7 @@ def test_memory_is_as_computed(rank, checkpointing):
     c = memory.shipped(256, 256, **sizes, GRADIENT_CHECKPOINTING=checkpointing)
     model = CompletionModel(policy.model, gradient_checkpointing=checkpointing)
     phases, measured = memory.phases_with(m, c, 1), {}
-    waves = functools.partial(rehearsal.sample_longest, c, policy, 256, False)
+    waves = functools.partial(rehearsal.sample_longest, c, policy, 64, 256, False)
     for name, run in {"evaluation": waves, "loss": lambda: train_longest(c, policy, model)}.items():
         torch.cuda.reset_peak_memory_stats()
         run()

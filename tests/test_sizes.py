@@ -95,7 +95,7 @@ def test_computed_and_rehearsed_sizes_are_those_of_living_tensors(case, monkeypa
         rehearsed = {}
         for size, evaluations in ((1, 1), (group, 0)):
             changed = c.but(EVAL_STEPS=evaluations)
-            rehearsed[size] = peak(rehearsal.sample_longest, changed, policy, prompt, False)
+            rehearsed[size] = peak(rehearsal.sample_longest, changed, policy, 8, prompt, False)
     phases = memory.sampling_phases(m, c, {}) | memory.training(m, c, 1)
     left_out = (*memory.STATES, "DeepSpeed's sums")
     sums = {n: sum(b for p, b in x.items() if p not in left_out) for n, x in phases.items()}
@@ -127,8 +127,8 @@ NO_MEMORY = [
 ]
 OTHERS = [
     RuntimeError("CUDA error: an illegal memory access was encountered"),
-    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"),
     RuntimeError("out of resource: shared memory, Required: 262144"),
+    RuntimeError("its data is not allocated yet"),
     ValueError("the text says: out of memory"),
 ]
 
@@ -184,7 +184,7 @@ def test_a_wave_is_rehearsed_with_what_it_holds_at_most(turns, own, rows, tiny):
     caches = []
     policy.model.register_forward_hook(lambda *given: caches.append(given[2].past_key_values))
     with Shapes(policy.model) as shapes:
-        rehearsal.sample_longest(c, policy, 5, turns)
+        rehearsal.sample_longest(c, policy, 8, 5, turns)
     assert shapes == [(rows, 5 + 11 * turns), (8, 1)]
     assert caches[-1].layers[0].keys.shape[::2] == (8, 5 + 12)
 
@@ -213,5 +213,5 @@ def test_a_rank_that_does_not_fit_ends_all_with_the_constant(part, constant, tin
     log = tmp_path / "log"
     ranks = start_ranks(2, command_of("grpo_ref_split", preset), log)
     assert all(process.wait(PATIENCE) for process in ranks)
-    assert f"{constant} is too large (CUDA out of memory): set a lower number" in log.read_text()
+    assert f"{constant} is too large (CUDA out of memory): lower it" in log.read_text()
     assert not learned(tmp_path / "run")

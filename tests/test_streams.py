@@ -1,4 +1,4 @@
-"""Streams: prompts join, and groups leave, while others are sampled."""
+"""Streams: waves of prompts, and groups that leave while others are sampled."""
 
 import gc
 import itertools
@@ -28,7 +28,7 @@ FEW_ROWS += [(family, 7, 3) for family in MORE]
 
 
 @pytest.mark.parametrize("family, max_sequences, group_size", FEW_ROWS)
-def test_prompts_are_let_in_while_rows_run(family, max_sequences, group_size, model_of):
+def test_every_wave_has_plain_log_probs(family, max_sequences, group_size, model_of):
     """Their log-probs are those of a plain forward, whoever shares the batch with them."""
     model = model_of(family)
     groups = sample(model, MANY, group_size=group_size, max_sequences=max_sequences)

@@ -216,7 +216,7 @@ def stream_turns(policy, recipe, prompts, *, group_size, max_sequences, max_new_
 
 class Conversations:
     """All conversations. Each is being sampled, waits for a reply, or is ready for its next turn.
-    reply() runs in a thread; meanwhile its conversation leaves its place in the batch to another.
+    reply() runs in a thread. A conversation whose reply comes while a wave runs waits for the next.
     """
 
     def __init__(self, policy, recipe, prompts, group_size, max_sequences, limit):
@@ -226,11 +226,15 @@ class Conversations:
         self.ready, self.asked = deque(), []
         self.open, self.ended = [], deque()  # conversations; groups, as stream_turns yields them
         self.running, self.quick = 0, True  # sequences now; whether all replies were quick
+        self.drained = False  # whether `prompts` had none when it was last asked
 
     def begin(self):
         """Yields a Prompt, whose key has the conversations that begin a turn: one that goes on, or
         a group's for their first turn, whose prompt runs once; None if no turn can begin."""
         while True:
+            while self.drained and self.asked and not self.running:
+                self.wait()  # for all: those that answer later would wait for the next wave
+                self.hear()
             self.hear()
             room = self.most - self.running >= self.group_size
             if self.ready and self.running < self.most:
@@ -249,6 +253,7 @@ class Conversations:
             elif self.asked and not self.running:
                 self.wait()
             else:
+                self.drained = room
                 yield None
 
     def wait(self):

@@ -24,7 +24,7 @@ from grpo.rollout import Stream, sampled_and_rewarded, seed_of
 from grpo.waits import Wait
 from grpo.wire import pack_group, sha256_of
 
-ASK_SECONDS = 0.5  # between two requests for more room while completions are being sampled
+ASK_SECONDS = 0.5  # between two requests for more room while there are completions to sample
 
 
 def worker_policy(c, tokenizer):

@@ -273,7 +273,7 @@ def test_a_task_cannot_change_what_was_said(tokenizer):
 
 # --- A real model -----------------------------------------------------------------------
 def test_own_log_probs_are_those_of_a_plain_forward_of_the_whole_talk(policy, monkeypatch):
-    """Of one to three turns, in a batch that sequences leave and join at different times."""
+    """Of one to three turns, in waves that sequences leave at different times."""
     monkeypatch.setattr(turns, "QUICK_SECONDS", 60)  # the same talks, also on busy cores
     policy.eos_ids = set(range(0, policy.vocab_size, 9))
     policy.stop_strings = StopStrings(policy.tokenizer, ["e"])
