@@ -45,7 +45,7 @@ from grpo.task import different
 # The constants that we take from a model's run; OF_TASK only if TASK is the same
 OF_RUN = ("EVAL_SPLIT", "MAX_COMPLETION_TOKENS", "STOP_TOKENS", "STOP_STRINGS", "DTYPE")
 OF_RUN += ("MAX_PROMPT_TOKENS", "TEMPERATURE", "CHAT_TEMPLATE", "EVAL_QUESTIONS")
-OF_RUN += ("REWARD_TIMEOUT_SECONDS", "MAX_FAILED_REWARDS")
+OF_RUN += ("REWARD_TIMEOUT_SECONDS",)
 OF_TASK = ("REWARD_WEIGHTS", "OUTCOME")
 
 

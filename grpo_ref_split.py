@@ -121,8 +121,7 @@ KEEP_CHECKPOINTS = 2  # the newest N checkpoints are kept, older ones deleted
 KEEP_BEST = True  # True: also keeps the checkpoint of the best evaluation, RUN_DIR/best
 REPORT_TO = []  # "tensorboard" or "wandb", which get each step's metrics, too
 WAIT_LIMIT_SECONDS = 600  # the run ends after this long without the server or workers' groups
-REWARD_TIMEOUT_SECONDS = 60  # rewards of a group that take longer end the run, or fail
-MAX_FAILED_REWARDS = 0  # how many of a process's last 200 completions may fail in the task's code
+REWARD_TIMEOUT_SECONDS = 60  # a reward, of a group that takes longer, or a reply() counts as None
 # The run ends after N steps in a row with nothing to train, or with a gradient that is not finite.
 IDLE_LIMIT = 10
 

@@ -191,6 +191,7 @@ def names_of(script):
 
 GONE = {  # constants of earlier versions, and what there is instead
     "REFERENCE_REFRESH_STEPS": "begin a new run from RUN_DIR/final (docs/loss.md)",
+    "MAX_FAILED_REWARDS": "a task whose service fails returns None (CONTRIBUTING.md)",
 }
 
 

@@ -179,8 +179,8 @@ def rollout_metrics(run, count, seconds, from_workers, sampled=()):
         from grpo.options.turns.counts import turn_metrics
 
         means |= turn_metrics([*sampled, *from_workers])  # collective
-    if recipe.failures or total["unrewarded"]:
-        means["rewards/failed"] = total["unrewarded"] / n
+    if total["unrewarded"]:
+        means["rewards/none"] = total["unrewarded"] / n
     if seconds:  # 0 if workers sampled all groups
         means["tokens_per_second"] = total["trainer_tokens"] / seconds
     return means | {

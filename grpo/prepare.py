@@ -40,10 +40,6 @@ def prepare_task(c, *, split, shown, server=None):
     if server:
         server.check(c, tokenizer)
     prompts, parts = load_split(c, task, split, tokenizer), {"submit": submit_of(c, task)}
-    if c.MAX_FAILED_REWARDS:
-        from grpo.options.rewards.failures import Failures
-
-        parts["failures"] = Failures(c.MAX_FAILED_REWARDS)
     ends = {tuple(ids[-4:]) for _, _, ids in prompts}  # few: those of the chat template
     tags = any(tokenizer.decode(end).rstrip().endswith((">", "]")) for end in ends)
     if tags or any(hasattr(ids, "opening") for _, _, ids in prompts):

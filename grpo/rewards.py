@@ -2,8 +2,8 @@
 
     rewarded(recipe, group, begin_rewards(recipe, group))    # sets each sample's rewards and total
 
-A task returns a number, a bool, None (does not apply), or a dict of them. A sample has a float for
-each name of REWARD_WEIGHTS, in that order; NaN: it does not apply, or its function has failed.
+A task returns a number, a bool, None (no reward), or a dict of them. A sample has a float for each
+name of REWARD_WEIGHTS, in that order; NaN is None, and so is what a call that takes too long gives.
 """
 
 import copy
@@ -12,10 +12,8 @@ import numbers
 import time
 
 from grpo.calls import TooSlow, by_name, environment_rewards, mistake, own, timely
-from grpo.log import announced
+from grpo.log import announced, say
 from grpo.sample import Group, Sample
-
-FAILED = object()  # in place of what a function returns, with MAX_FAILED_REWARDS
 
 
 # --- What is called ---------------------------------------------------------------------
@@ -42,21 +40,23 @@ def begin_rewards(recipe, group):
 
 
 def answers_of(recipe, group, futures):
-    """Returns what the calls of a group return, and FAILED for a call that fails and may fail. Each
-    future has its own time limit; all other calls share one."""
-    calls = calls_of(recipe, group)
-    found = [FAILED] * len(calls)
-    failed = {number for number, sample in enumerate(group.samples) if sample.failed}
+    """Returns what the calls of a group return, and None for a call that takes too long, which is
+    logged. Each future has its own time limit; all other calls share one, which begins again after
+    a call that was too slow. Raises TaskError if a call fails."""
+    calls, seconds = calls_of(recipe, group), recipe.c.REWARD_TIMEOUT_SECONDS
+    found, late = [None] * len(calls), []
     what = f"the rewards of question {group.item.get('question', group.item)!r:.80}"
     for number, future in futures.items():
         try:
             with announced(what):
                 found[number] = recipe.submit.result(future)
-        except BaseException as error:  # noqa: BLE001 (raised or counted)
-            fail(recipe, group.item, *calls[number], error, number, failed)
+        except TooSlow:
+            late.append(calls[number])
+        except BaseException as error:
+            raise call_mistake(recipe, group.item, *calls[number], error) from error
     left = [number for number in range(len(calls)) if number not in futures]
     while left:
-        began, seconds = time.monotonic(), recipe.c.REWARD_TIMEOUT_SECONDS
+        began = time.monotonic()
         try:
             with timely(seconds, what):
                 while left:
@@ -66,42 +66,40 @@ def answers_of(recipe, group, futures):
                     if time.monotonic() - began > seconds:  # the task has caught TooSlow
                         raise TooSlow(what, seconds)
                     left.pop(0)
-        except BaseException as error:  # noqa: BLE001 (raised or counted)
+        except TooSlow:
             if left:  # else the alarm rang after the last call
-                number = left.pop(0)
-                fail(recipe, group.item, *calls[number], error, number, failed)
+                found[left[0]] = None
+                late.append(calls[left.pop(0)])
+        except BaseException as error:
+            raise call_mistake(recipe, group.item, function, texts, error) from error
+    if late:
+        function, texts = late[0]
+        say(
+            f"REWARD_TIMEOUT_SECONDS: {len(late)} of {len(calls)} calls took more than {seconds} s,"
+            f" and give no reward, as None: {function}({group.item!r:.200}, {texts!r:.200})"
+        )
     return found
 
 
-def fail(recipe, item, function, seen, error, number, failed):
-    """Raises a TaskError if a call must not fail, or too many have failed (MAX_FAILED_REWARDS).
-    `number` is the call's, `failed` has the numbers of the group's completions that have failed."""
+def call_mistake(recipe, item, function, seen, error):
+    """Returns the TaskError of a function that has raised `error` for the text or texts `seen`."""
     kind = "completions" if function == "group_rewards" else "completion"
     given = f"; question {item!r:.500}, {kind} {seen!r:.500}"
     must = f"take (item, {kind}) and reward any"
-    failure = mistake(recipe.c.TASK, f"{function}()", must, given, error=error)
-    if not recipe.failures:
-        raise failure from error
-    failure.__cause__ = error
-    whose = {number} if function == "rewards" else set(range(len(seen)))
-    if not whose <= failed:  # else their conversations have failed, too
-        recipe.failures.take(failure, len(failed))
-        failed |= whose
+    return mistake(recipe.c.TASK, f"{function}()", must, given, error=error)
 
 
 # --- What is made of it -----------------------------------------------------------------
 def rewarded(recipe, group, futures):
     """Sets rewards and total of a group's samples, which already have their texts and the rewards
     of their environments. `futures` is the result of begin_rewards. Raises TaskError if the task
-    fails (a bug, not a reward), takes too long, or returns other rewards than REWARD_WEIGHTS names.
+    fails (a bug, not a reward), or returns other rewards than REWARD_WEIGHTS names.
     """
     found = values_of(recipe, group, futures)
     for sample, values in zip(group.samples, found, strict=True):
         sample.rewards = floats_of(recipe, group.item, sample.text, values)
         sample.total = total_of(recipe, sample)
         sample.environment = None  # values of the task's, of any type: ranks send each other floats
-    if recipe.failures:
-        recipe.failures.count([values is None for values in found])
 
 
 def reward_texts(recipe, item, texts):
@@ -125,15 +123,16 @@ def group_of(recipe, item, texts):
 
 
 def values_of(recipe, group, futures):
-    """Returns {name: what the task returned} for each sample, or None if a call has failed. The
-    values come from its environment, from rewards() and from group_rewards()."""
+    """Returns {name: what the task returned} for each sample. The values come from its environment,
+    from rewards() and from group_rewards(), whose None is a None for each sample."""
     task, size = recipe.task, len(group.samples)
-    answers = answers_of(recipe, group, futures)
-    columns = [[FAILED if s.failed else s.environment or {} for s in group.samples]]
+    answers, columns = answers_of(recipe, group, futures), []
+    if environment_rewards(task):
+        columns.append([sample.environment for sample in group.samples])
     if hasattr(task, "rewards"):
         columns.append(answers[:size])
     if hasattr(task, "group_rewards"):
-        together = [FAILED] * size if answers[-1] is FAILED else answers[-1]
+        together = [None] * size if answers[-1] is None else answers[-1]
         is_list = hasattr(together, "__getitem__") and not isinstance(together, str | dict)
         if not is_list or len(together) != size:
             must = f"return a list of {size} rewards, or dicts of rewards: one for each text"
@@ -143,8 +142,10 @@ def values_of(recipe, group, futures):
 
 
 def merged(recipe, parts):
-    if any(part is FAILED for part in parts):
-        return None
+    """Returns the values of one sample, of which each function has returned a part: a dict, or the
+    value of "reward". None in place of a part means that the sample has no reward at all."""
+    if recipe.weights and any(part is None for part in parts):
+        return dict.fromkeys(recipe.weights)
     named = list(map(by_name, parts))
     values = {name: value for part in named for name, value in part.items()}
     if len(values) < sum(map(len, named)):
@@ -155,8 +156,6 @@ def merged(recipe, parts):
 
 def floats_of(recipe, item, text, values):
     names = list(recipe.weights)
-    if values is None:
-        return dict.fromkeys(names, math.nan)
     if values.keys() == recipe.weights.keys():
         floats = {name: as_float(values[name]) for name in names}
         if all(values[name] is None or math.isfinite(floats[name]) for name in names):

@@ -39,8 +39,7 @@ class Sample:
     text: str | list[str] | None = None  # as the task sees it; a list of turns: model, task, ...
     tool_calls: tuple = (0, 0)  # of TOOLS: made, failed
     prompt: list[int] | None = None  # ids; the samples of a group share the list
-    environment: dict | None = None  # what its environment returned as its rewards, by name
-    failed: bool = False  # the task's code has failed in its conversation
+    environment: object = None  # what its environment returned as its rewards
     rewards: dict | None = None  # floats by name; NaN: does not apply
     total: float = math.nan  # weighted sum of the rewards that apply, minus the overlong penalty
     ref_logps: list[float] | None = None  # of the reference; None if KL_BETA is 0

@@ -101,7 +101,6 @@ class Recipe:
     weights: dict | None = None  # {reward: weight}: REWARD_WEIGHTS, or the task's (resolved)
     outcome: str = ""  # the reward that decides correctness: OUTCOME, or the task's (resolved)
     submit: object = None  # begins a call of an async function (start_loop), if the task has one
-    failures: object = None  # Failures, or None: the first failed reward ends the run
     # opening_of, by a prompt's ids: rewards and reply() see it before a completion
     opening: object = staticmethod(lambda ids: "")
 
@@ -125,12 +124,8 @@ class Recipe:
         c, task = self.c, self.task
         weights = c.REWARD_WEIGHTS or getattr(task, "REWARD_WEIGHTS", None)
         if weights is None:
-            empty = None
-            while empty is None:  # until it does not fail, or has failed too often
-                group = group_of(self, self.prompts[0].item, [""])
-                (empty,) = values_of(self, group, begin_rewards(self, group))
-                if empty is None:
-                    self.failures.count([True])
+            group = group_of(self, self.prompts[0].item, [""])
+            (empty,) = values_of(self, group, begin_rewards(self, group))
             weights = dict.fromkeys(empty, 1.0)
         if c.REWARD_WEIGHTS == {}:  # rewards are only logged, and OUTCOME evaluated
             weights = dict.fromkeys(weights, 0.0)

@@ -3,12 +3,11 @@
     vllm serve Qwen/Qwen2.5-7B-Instruct --port 8000    # a judge on another GPU
 
 Copy this file, and set DATA and PROMPT; JUDGE_KEY in the environment is a cloud's API key. If the
-judge fails, or gives no number, the reward is None: it does not apply, and the run goes on.
+judge fails, or gives no number, it returns None: the answer has no reward, and the run goes on.
 Completions are judged 16 at a time, while others are sampled.
 """
 
 import asyncio
-import contextlib
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +19,7 @@ from tasks.data import records
 DATA = "data/questions.jsonl"  # {"question": ...}; or a folder, or a data set of the hub
 URL = "http://127.0.0.1:8000/v1/chat/completions"
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
-LIMIT_SECONDS = 10  # of a request
-PATIENCE_SECONDS = 50  # with its wait for others; below REWARD_TIMEOUT_SECONDS
+LIMIT_SECONDS = 10  # of a request; with its wait for others REWARD_TIMEOUT_SECONDS
 THREADS = ThreadPoolExecutor(16)
 OUTCOME = "good"  # 7 points or more
 REWARD_WEIGHTS = {"points": 1.0, "good": 0.0}
@@ -46,10 +44,8 @@ def messages(item):
 async def rewards(item, completion):
     """Returns the judge's points, 0 to 1, and whether 7 of 10 are reached; None: no verdict."""
     prompt = PROMPT.format(question=item["question"], answer=completion)
-    asked, found = asyncio.get_running_loop().run_in_executor(THREADS, points, prompt), None
-    with contextlib.suppress(TimeoutError):
-        found = await asyncio.wait_for(asked, PATIENCE_SECONDS)
-    return {"points": found and found / 10, "good": None if found is None else found >= 7}
+    found = await asyncio.get_running_loop().run_in_executor(THREADS, points, prompt)
+    return None if found is None else {"points": found / 10, "good": found >= 7}
 
 
 def points(prompt):

@@ -99,7 +99,7 @@ OTHER_NAMES = [["correct", "format"], ["correctness"], ["correctness", "format",
 @pytest.mark.parametrize("rewards", [
     *[{"correctness": value, "format": 1.0} for value in VALUES],
     *[dict.fromkeys(names, 1.0) for names in OTHER_NAMES],
-    *[1.0, True, None, [1.0, 0.0]],  # the weights have others than "reward"
+    *[1.0, True, [1.0, 0.0]],  # the weights have others than "reward"
 ], ids=lambda rewards: repr(rewards)[:40])  # fmt: skip
 def test_a_reward_that_is_no_number_or_of_another_name_is_refused_with_what_it_was_given(rewards):
     given = rewards if isinstance(rewards, dict) else {"reward": rewards}

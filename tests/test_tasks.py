@@ -62,12 +62,16 @@ def judged(monkeypatch):
 
 @pytest.mark.parametrize("text, points, good", [
     ("7", 0.7, True), ("10", 1.0, True), ("Rating: 6/10.", 0.6, False), ("0", 0.0, False),
-    ("**9**", 0.9, True), ("good", None, None), ("7 or 8", None, None), ("", None, None),
-    ("11", None, None), (None, None, None),
+    ("**9**", 0.9, True),
 ])  # fmt: skip
 def test_a_judges_number_is_the_reward(text, points, good, judged):
     found, requests = judged(verdict(text))
     assert found == {"points": points, "good": good} and len(requests) == 1
+
+
+@pytest.mark.parametrize("text", ["good", "7 or 8", "", "11", None])
+def test_another_text_of_a_judge_is_no_reward(text, judged):
+    assert judged(verdict(text))[0] is None
 
 
 def test_where_a_judge_fails_the_reward_does_not_apply(judged, monkeypatch):
@@ -77,7 +81,7 @@ def test_where_a_judge_fails_the_reward_does_not_apply(judged, monkeypatch):
     assert b"Authorization: Bearer secret" in head
     assert "Because." in json.loads(brace + body)["messages"][0]["content"]
     for body in (b"<html>", b"", b'{"choices": []}', b"[]"):
-        assert judged(reply(200, body))[0] == {"points": None, "good": None}
+        assert judged(reply(200, body))[0] is None
     with socket.create_server(("127.0.0.1", 0)) as silent, monkeypatch.context() as patch:
         patch.setattr(judge, "LIMIT_SECONDS", 0.3)
         patch.setattr(judge, "URL", f"http://127.0.0.1:{silent.getsockname()[1]}/")

@@ -5,8 +5,7 @@ import threading
 import traceback
 from pathlib import Path
 
-SOONER = "answer within REWARD_TIMEOUT_SECONDS; raise that constant if it needs longer, or if an"
-SOONER += " async function blocks the others"
+SOONER = "answer within REWARD_TIMEOUT_SECONDS; raise that constant if it needs longer"
 ASYNC = "return no coroutine: write `async def` if it is rewards() or group_rewards(); all others"
 ASYNC += " must be plain functions"
 

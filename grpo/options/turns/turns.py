@@ -19,11 +19,8 @@ from dataclasses import dataclass, field
 import jinja2
 
 from grpo.calls import (
-    TooSlow,
-    by_name,
     called,
     environment_rewards,
-    mistake,
     own,
     task_file,
     timely,
@@ -83,10 +80,10 @@ class Environment:
         return {"role": role, "content": text.encode(errors="replace").decode()}  # half a character
 
     def rewards(self, turns):
-        """Returns the environment's rewards of its completion; {} without rewards()."""
+        """Returns the environment's rewards of its completion; None without rewards()."""
         if not environment_rewards(self.recipe.task):
-            return {}
-        return by_name(self._call("rewards", "return rewards", lambda got: True, turns))
+            return None
+        return self._call("rewards", "return rewards", lambda got: True, turns)
 
     def close(self):
         """Calls the environment's close(), if it has one, once."""
@@ -283,30 +280,27 @@ class Conversations:
         self.quick = self.quick and bool(wait([answer], QUICK_SECONDS).done)
 
     def hear(self):
-        """Continues the conversations whose environments have answered. Raises TaskError if one
-        takes too long; its thread is abandoned."""
-        asked, self.asked, failures = self.asked, [], self.recipe.failures
+        """Continues the conversations whose environments have answered, and ends those whose
+        environments take too long. Raises TaskError if one has failed."""
+        asked, self.asked = self.asked, []
         for number, (chat, answer, when, then) in enumerate(asked):
-            if not answer.done() and self.left(when) > 0:
+            if answer.done():
+                then(chat, answer.result())
+            elif self.left(when) > 0:
                 self.asked.append(asked[number])
-                continue
-            try:
-                result = answer.result() if answer.done() else self.too_slow(chat)
-            except (Exception, SystemExit) as error:
-                if not failures:
-                    raise
-                failures.take(error)
-                chat.sample = chat.sample or self.sample_of(chat, truncated=False)
-                in_background(run, Future(), chat.environment.close)
-                self.leave(chat, {}, failed=True)
             else:
-                then(chat, result)
+                self.give_up(chat)
 
-    def too_slow(self, chat):
+    def give_up(self, chat):
+        """Ends a conversation as if its environment had returned None. The thread is abandoned."""
         call = "reply()" if chat.sample is None else "Environment.rewards() or close()"
-        call += f" for {chat.prompt.key.item!r:.500} after {chat.turns!r:.500}"
-        slow = TooSlow(call, self.recipe.c.REWARD_TIMEOUT_SECONDS)
-        raise mistake(self.recipe.c.TASK, call, "", error=slow)
+        say(
+            f"{call} took more than REWARD_TIMEOUT_SECONDS, and counts as None:"
+            f" {chat.prompt.key.item!r:.200} after {chat.turns!r:.200}"
+        )
+        chat.sample = chat.sample or self.sample_of(chat, truncated=False)
+        in_background(run, Future(), chat.environment.close)
+        self.leave(chat, None)
 
     def left(self, when):
         return self.recipe.c.REWARD_TIMEOUT_SECONDS - (time.monotonic() - when)
@@ -330,7 +324,7 @@ class Conversations:
         if hasattr(self.recipe.task, "Environment"):
             self.ask(chat, self.leave, self._last, chat)
         else:
-            self.leave(chat, {})
+            self.leave(chat, None)
 
     def sample_of(self, chat, truncated):
         tools = getattr(chat.environment.real, "_grpo_tools", None)  # options/tools.py's
@@ -343,12 +337,11 @@ class Conversations:
         chat.environment.close()
         return rewards
 
-    def leave(self, chat, rewards, failed=False):
-        chat.sample.environment, chat.sample.failed = rewards, failed
+    def leave(self, chat, rewards):
+        chat.sample.environment = rewards
         self.open.remove(chat)
-        samples = [other.sample for other in chat.group]
-        if all(sample and sample.environment is not None for sample in samples):
-            self.ended.append((chat.prompt.key, samples))
+        if not any(other in self.open for other in chat.group):
+            self.ended.append((chat.prompt.key, [other.sample for other in chat.group]))
 
 
 # --- Preview --------------------------------------------------------------------------

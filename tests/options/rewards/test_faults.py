@@ -1,5 +1,6 @@
 """Mistakes in a task's functions are named with a line."""
 
+import math
 import signal
 import sys
 from types import SimpleNamespace
@@ -108,11 +109,10 @@ def test_partial_async_functions_and_async_group_rewards_are_awaited(recipe):
     assert rewarded(recipe(code)) == [{"reward": 1.0}] * 2
 
 
-def test_async_code_that_blocks_the_loop_is_named_as_too_slow(recipe):
+def test_async_code_that_blocks_the_loop_is_too_slow(recipe):
     task = recipe("import time\nasync def rewards(item, text): time.sleep(1)")
     task.submit.limit = 0.1  # seconds, of time limit and grace
-    with pytest.raises(TaskError, match=r"rewards\(\) took more than 60 s.* blocks the others"):
-        rewarded(task)
+    assert repr(rewarded(task)) == repr([{"reward": math.nan}] * 2)
 
 
 @pytest.mark.parametrize("function", ["load(split)", "messages(item)", "gold(item)"])

@@ -207,14 +207,23 @@ def test_a_template_that_loses_a_reply_is_refused_with_a_sentence(tokenizer, tem
 
 
 # --- What the task is asked -------------------------------------------------------------
-@pytest.mark.parametrize("reply, seconds, said", [
-    (lambda item, turns: 1 / 0, 60, "failed with ZeroDivisionError.*: it must return"),
-    (lambda item, turns: 5, 60, "returned 5: it must return"),
-    (lambda item, turns: threading.Event().wait(), 0.2, "took more than 0.2 s: .*REWARD_TIMEOUT"),
+@pytest.mark.parametrize("reply, said", [
+    (lambda item, turns: 1 / 0, "failed with ZeroDivisionError.*: it must return"),
+    (lambda item, turns: 5, "returned 5: it must return"),
 ])  # fmt: skip
-def test_a_reply_that_fails_ends_the_run_with_a_sentence(tokenizer, reply, seconds, said):
+def test_a_reply_that_fails_ends_the_run_with_a_sentence(tokenizer, reply, said):
     with pytest.raises(TaskError, match=f"tasks/mine.py: reply.*{said}"):
-        talks(Actor(tokenizer, ["Three?"]), reply, 2, REWARD_TIMEOUT_SECONDS=seconds)
+        talks(Actor(tokenizer, ["Three?"]), reply, 2)
+
+
+def test_a_reply_that_hangs_ends_its_conversation_as_none_does(tokenizer, capsys):
+    def reply(item, turns):
+        return "go on" if item["secret"] == 1 and len(turns) == 1 else threading.Event().wait(9)
+
+    groups = talks(Actor(tokenizer, ["One", "two"]), reply, 1, 2, REWARD_TIMEOUT_SECONDS=0.2)
+    found = {group.item["secret"]: [len(talk.text) for talk in group.samples] for group in groups}
+    assert found == {1: [3, 3], 2: [1, 1]}
+    assert "reply() took more than REWARD_TIMEOUT_SECONDS" in capsys.readouterr().out
 
 
 def test_a_reply_that_hangs_before_the_run_ends_it_too():
@@ -244,7 +253,7 @@ def test_a_slow_reply_leaves_its_place_to_others(tokenizer):
 
 def test_a_full_batch_begins_no_turn():
     """Also if a reply arrives while a prompt is fetched: vLLM's loop would ask for -1 prompts."""
-    chats = turns.Conversations(None, SimpleNamespace(failures=None), iter(()), 2, 2, 8)
+    chats = turns.Conversations(None, None, iter(()), 2, 2, 8)
     chats.ready.append(chat := SimpleNamespace(prompt=SimpleNamespace(ids=[5]), ids=[]))
     for running, expected in ((2, None), (1, (chat,))):
         chats.running = running
