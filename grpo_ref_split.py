@@ -24,7 +24,6 @@ the LM head, H hidden size. A `step` is one optimizer update, or an attempt with
 """
 
 import contextlib
-import itertools
 import math
 from collections import Counter
 
@@ -155,7 +154,8 @@ def sample_rollout(run):
     """Collective: samples a rollout, and returns
     groups: what all ranks train next, with the reference's log-probs;
     metrics: {name: mean over the sampled groups};
-    sampled: every group of this rank, including workers' groups and flat ones.
+    sampled: every group of this rank, including workers' groups and flat ones;
+    taken: how many prompts all ranks have taken from run.stream, from Progress.prompts on.
 
     Workers' groups are taken first; ranks sample what is missing. Each group that was started is
     finished and used: to stop when enough are complete would favor short completions.
@@ -167,8 +167,8 @@ def sample_rollout(run):
     mine = theirs[dist.get_rank() :: dist.get_world_size()]  # each rank's reference scores a share
     for group in mine:
         run.reference.ask(group)
-    missing = c.PROMPTS_PER_STEP - len(theirs) if c.TRAINER_SAMPLES else 0
-    if missing > 0:
+    missing = max(0, c.PROMPTS_PER_STEP - len(theirs)) if c.TRAINER_SAMPLES else 0
+    if missing:
         waits = ranks.all_or_none(clock.part("wait"))  # collective; follow: new weights for vLLM
         with waits, clock.part("sample"), run.sampler.follow(p.step):
             for group in sample_share(run, missing, counts):
@@ -184,16 +184,15 @@ def sample_rollout(run):
         groups = ranks.gather_groups(mine)  # collective
     seconds = clock.parts["sample"]
     metrics = rollout_metrics(run, counts, seconds, from_workers, sampled)  # collective
-    return groups, metrics | run.workers.metrics(groups, p.step), sampled + from_workers
+    return groups, metrics | run.workers.metrics(groups, p.step), sampled + from_workers, missing
 
 
 def sample_share(run, number, counts):
     """Yields this rank's share of the next `number` groups, each as soon as it is finished; adds
     their tally to `counts`."""
-    rank, world, step = dist.get_rank(), dist.get_world_size(), run.progress.step
-    # The rest goes to other ranks each time, so that none is ahead in the data
-    more = (rank - step // run.c.UPDATES_PER_ROLLOUT) % world < number % world
-    prompts = itertools.islice(run.stream, number // world + more)  # line 5
+    rank, step, first = dist.get_rank(), run.progress.step, run.progress.prompts
+    mine = range(first + rank, first + number, dist.get_world_size())
+    prompts = (run.stream[n] for n in mine)  # line 5
     settings = {"seed": rollout.seed_of(run.c.SEED, step, 0, rank)}  # 0: as earlier versions had it
     settings["timed"] = lambda: run.clock.part("reward")
     groups = rollout.sampled_and_rewarded(run.sampler, run.recipe, prompts, **settings)
@@ -348,15 +347,15 @@ def train(run):
             checkpoint.point(c.RUN_DIR, "final", p.saved if done else None)
             return asked
         run.clock.lap()  # evaluations and checkpoints are not part of a step
-        with checkpoint.back_if_failed(run, place := checkpoint.place_of(run)):
-            rolled_out = sample_rollout(run)  # collective; lines 5, 7, 8, 9
-        train_on(run, *rolled_out, place, c.STEPS, bar)  # collective; lines 6, 10, 11
+        rolled_out = sample_rollout(run)  # collective; lines 5, 7, 8, 9
+        train_on(run, *rolled_out, c.STEPS, bar)  # collective; lines 6, 10, 11
 
 
-def train_on(run, groups, metrics, sampled, place, last, bar):
-    """Collective: makes a rollout's updates, up to step `last`. `place`: see back_if_failed."""
+def train_on(run, groups, metrics, sampled, taken, last, bar):
+    """Collective: makes a rollout's updates, up to step `last`. Until the first of them is made,
+    the run's progress is that before the rollout: if it fails, the same prompts come next."""
     c, p, before = run.c, run.progress, run.progress.step
-    with checkpoint.back_if_failed(run, place), ranks.all_or_none():  # collective
+    with ranks.all_or_none():  # collective
         samples, old = samples_to_train(run.recipe, groups, before)  # line 6
         run.folder.log_samples(run, sampled)
     p.idle = 0 if samples else p.idle + 1
@@ -364,10 +363,11 @@ def train_on(run, groups, metrics, sampled, place, last, bar):
         log_idle(run, metrics, groups)
     updates = min(c.UPDATES_PER_ROLLOUT, last - before) if samples else 1
     for number in range(1, updates + 1):  # line 10
-        with checkpoint.back_if_failed(run, place):
-            trained = update(run, samples, p.step + 1, old) if samples else {}  # collective
+        trained = update(run, samples, p.step + 1, old) if samples else {}  # collective
         old = "kept" if old == "now" else old
         p.step += 1  # after line 11: a checkpoint has the number of steps that were made
+        if number == 1:
+            p.prompts, p.groups = p.prompts + taken, p.groups + metrics["groups_sampled"]
         with ranks.all_or_none():  # collective
             if number == updates and p.passed(c.PUBLISH_STEPS, before):
                 with run.clock.part("publish"):
@@ -378,7 +378,6 @@ def train_on(run, groups, metrics, sampled, place, last, bar):
             show(bar, p.step, metrics | trained | run.laps[-1])
         if samples:
             check_update(run, trained, samples)  # collective
-        place = checkpoint.place_of(run)
 
 
 def evaluate_if_due(run):
@@ -407,7 +406,8 @@ def main(**given):
     questions = load_questions(recipe, tokenizer)
     waits = 1 if c.TRAINER_SAMPLES else c.PROMPTS_PER_STEP  # rank 0's, for workers' groups
     ranks.join_ranks(waits * c.WAIT_LIMIT_SECONDS)  # collective
-    _lock = checkpoint.leads(c.RUN_DIR) and resume.lock_run(c.RUN_DIR)  # collective; to the end
+    resume.check_shared(c.RUN_DIR)  # collective
+    _lock = dist.get_rank() == 0 and resume.lock_run(c.RUN_DIR)  # to the end
     run = start_run(c, tokenizer, recipe, questions, server, batch_loss)  # collective
     with stop.listening(), contextlib.closing(run):
         try:

@@ -157,16 +157,15 @@ def evaluate(policy, step, recipe, prompts):
 
 
 def rollout_metrics(run, count, seconds, from_workers, sampled=()):
-    """Collective: returns metrics over the groups that all ranks and workers sampled for a rollout,
-    and counts the groups in the run's progress. `sampled` are this rank's own groups, `count` the
-    sums over them (rollout.tally), and `seconds` the time for sampling them. `from_workers` are the
-    groups that this rank has received from workers."""
-    recipe, p = run.recipe, run.progress
+    """Collective: returns metrics over the groups that all ranks and workers sampled for a rollout.
+    `sampled` are this rank's own groups, `count` the sums over them (rollout.tally), and `seconds`
+    the time for sampling them. `from_workers` are the groups that this rank has received from
+    workers."""
+    recipe = run.recipe
     count["trainer_tokens"] = count["tokens"]
     for group in from_workers:
         count.update(tally(recipe, group))
     total = add_up(count)  # collective
-    p.groups += int(total["groups"])
     n, groups = max(total["completions"], 1), max(total["groups"], 1)
     ended = total["completions"] - total["truncated"]
     means = {"completions/mean_terminated_length": total["ended_tokens"] / ended} if ended else {}
@@ -190,7 +189,7 @@ def rollout_metrics(run, count, seconds, from_workers, sampled=()):
         "completions/clipped_ratio": total["truncated"] / n,
         "frac_reward_zero_std": total["flat_reward"] / groups,
         "frac_outcome_zero_std": total["flat_outcome"] / groups,
-        "epoch": p.groups / max(len(recipe.prompts), 1),
+        "epoch": (run.progress.groups + total["groups"]) / max(len(recipe.prompts), 1),
         "groups_sampled": int(total["groups"]),
         "tokens_sampled": int(total["tokens"]),
     }

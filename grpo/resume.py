@@ -6,9 +6,10 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 import uuid
 import weakref
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,13 +22,14 @@ from grpo.report import RunFolder, commit, naming_run_dir
 
 # A run can't be resumed with other values of these
 SAME = ("MODEL", "TASK", "LORA_RANK", "BASE_BITS", "DTYPE")
+SHARED_SECONDS = 10  # until a network disk shows a new file on all machines
 EVALUATED = ("EVAL_SPLIT", "EVAL_QUESTIONS", "OUTCOME")  # accuracies of others can't be compared
 
 
 @dataclass
 class Progress:
-    """What a checkpoint keeps in addition to weights, optimizer and random number generators. None
-    means never (or no accuracy, because OUTCOME applied to no question)."""
+    """What a checkpoint keeps in addition to weights and optimizer. None means never (or no
+    accuracy, because OUTCOME applied to no question)."""
 
     name: str  # of the run: its folder's name and a random suffix
     step: int = 0  # steps made
@@ -41,6 +43,7 @@ class Progress:
     bad: int = 0  # updates in a row that were not finite
     checked: bool = False  # whether the first update has passed its check
     groups: int = 0  # groups that ranks and workers sampled since step 0
+    prompts: int = 0  # of the stream, that ranks have taken; both move when a rollout is trained
 
     def passed(self, every, before):
         """Returns whether a multiple of `every` lies after step `before`, up to now (0: never)."""
@@ -61,6 +64,26 @@ def check_run_dir(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".trial_", dir=folder) as trial:
             Path(trial, "best").symlink_to("a checkpoint")
+
+
+def check_shared(folder):
+    """Collective: raises SystemExit if RUN_DIR is not the same folder on all ranks. Its file has a
+    new name, as network disks remember which names are not there."""
+    path = Path(folder, gathered(f".shared_{uuid.uuid4().hex}")[0])
+    if dist.get_rank() == 0:
+        path.touch()
+    dist.barrier()
+    until = time.monotonic() + SHARED_SECONDS
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    seen = gathered(path.exists())
+    if dist.get_rank() == 0:
+        path.unlink()
+    if not all(seen):
+        raise SystemExit(
+            f"RUN_DIR = {folder!r} is not the same folder on rank 0 and rank {seen.index(False)}:"
+            " set it to a folder on a disk that all machines with ranks share (workers need none)"
+        )
 
 
 def lock_run(folder, name=".lock"):
@@ -99,7 +122,7 @@ def data_of(recipe):
     return data
 
 
-def log_other_data(progress, stream, before, now):
+def log_other_data(progress, before, now):
     """Logs what has changed since a checkpoint; if it is the prompts, their order begins anew.
     `before` and `now` are Run.data."""
     changed = [name for name in now if now[name] != before.get(name, now[name])]
@@ -107,43 +130,40 @@ def log_other_data(progress, stream, before, now):
         say(f"changed since the checkpoint: {', '.join(changed)}")
     if "prompt_ids" in changed:
         say("the prompts' order begins anew")
-        stream.position, progress.groups = dist.get_rank(), 0
+        progress.prompts = progress.groups = 0
 
 
 # --- Begin or resume ------------------------------------------------------------------
-def open_run(c, record, engine, stream, data, uses):
+def open_run(c, record, engine, data, uses):
     """Collective: returns the Progress of the run in RUN_DIR: a new run, or one that resumes from
     its newest complete checkpoint. `record` is Run.record; run.json gets `data` (of data_of) and
     `uses` (of start.uses_of)."""
     folder, (path, state) = RunFolder(c.RUN_DIR), newest(c.RUN_DIR)
     if path:
         check_resumable(path, state, record)
-        known = {field.name for field in fields(Progress)}  # earlier versions had others, too
-        before = {name: value for name, value in state["progress"].items() if name in known}
-        progress = Progress(**before | {"idle": 0, "bad": 0})
-        load(path, engine, stream)
+        progress = Progress(**state["progress"] | {"idle": 0, "bad": 0})
+        load(path, engine, c.SEED)
         # DeepSpeed has restored the old values of these; the learning rate is set at each step
         engine.optimizer.clip_grad = c.MAX_GRAD_NORM
         for group in engine.optimizer.param_groups:
             group["betas"] = tuple(c.ADAM_BETAS)
             group["weight_decay"] = c.WEIGHT_DECAY
         say(f"the run {progress.name} resumes from {path}")
-        log_other_data(progress, stream, state["data"], data)
+        log_other_data(progress, state["data"], data)
         folder.undo(progress.step)
     else:
         name = f"{folder.path.name}-{uuid.uuid4().hex[:8]}"
         progress = Progress(gathered(name)[0])
         folder.set_aside()
-    # Other ranks may write to the same folder
-    draft = folder.path / f".run_{dist.get_rank()}.json"
-    facts = {"run": progress.name, "code": commit(), "data": data, "constants": record}
-    draft.write_text(json.dumps(facts | {"uses": uses}))
-    draft.replace(folder.path / "run.json")
     there = progress.best is None or (folder.path / f"step_{progress.best:06d}").exists()
-    if not all(gathered(there)) or not c.KEEP_BEST:
+    if not gathered(there)[0] or not c.KEEP_BEST:
         progress.best = progress.best_accuracy = None
     if path and any(record[name] != state["constants"].get(name) for name in EVALUATED):
         progress.best_accuracy = None  # the next evaluation is then the best
+    if dist.get_rank() == 0:
+        facts = {"run": progress.name, "code": commit(), "data": data, "constants": record}
+        (draft := folder.path / ".run.json").write_text(json.dumps(facts | {"uses": uses}))
+        draft.replace(folder.path / "run.json")
     point(c.RUN_DIR, "best", progress.best)
     point(c.RUN_DIR, "final", None)
     return progress
@@ -152,7 +172,7 @@ def open_run(c, record, engine, stream, data, uses):
 def check_resumable(path, state, now):
     """Logs the constants that have changed. Raises SystemExit if a run with the constants `now`
     can't resume from the checkpoint `path`."""
-    before = {"BASE_BITS": 16} | state["constants"]  # older checkpoints lack it
+    before = state["constants"]
     rules = [(name, now[name], before[name]) for name in SAME]
     for name, value, must in rules:
         if not is_same(name, value, must):

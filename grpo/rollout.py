@@ -20,21 +20,16 @@ from grpo.sample import Group, Prompt
 # --- Prompts ------------------------------------------------------------------------
 class Stream:
     """An endless sequence of prompts, fixed by a seed: each epoch has all prompts in a new order.
-    Iterating yields a rank's share, every `world`-th prompt, from any `position` that is set."""
+    stream[n] is prompt n, for any n from 0."""
 
-    def __init__(self, prompts, seed, rank=0, world=1):
-        self.prompts, self.seed, self.position, self.world = prompts, seed, rank, world
-        self.epoch, self.shuffled = None, []
+    def __init__(self, prompts, seed):
+        self.prompts, self.seed, self.epoch, self.shuffled = prompts, seed, None, []
 
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        epoch, at = divmod(self.position, len(self.prompts))
+    def __getitem__(self, number):
+        epoch, at = divmod(number, len(self.prompts))
         if epoch != self.epoch:
             self.epoch, self.shuffled = epoch, list(self.prompts)
             random.Random(f"{self.seed}/{epoch}").shuffle(self.shuffled)
-        self.position += self.world
         return self.shuffled[at]
 
 

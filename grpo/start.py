@@ -49,7 +49,7 @@ class Run:
     engine: object  # DeepSpeed's, around a CompletionModel of the policy's model
     recipe: Recipe  # what is sampled and how it is rewarded
     greedy: Recipe  # the recipe of an evaluation: one completion, at temperature 0
-    stream: Stream  # this rank's prompts
+    stream: Stream  # all ranks' prompts; Progress.prompts says which come next
     questions: list  # of the evaluation, in the form of Recipe.prompts
     progress: Progress  # steps made, last and best evaluation, last checkpoint
     reference: object  # gives the reference's log-probs of a group: grpo/reference.py
@@ -140,12 +140,11 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     record = as_json(vars(c) | resolved)
     with out_of_memory_names("MODEL", c.MODEL):
         engine = make_engine(c, policy)  # collective
-    stream = Stream(recipe.prompts, c.SEED, rank, dist.get_world_size())
     data = data_of(recipe)  # collective
     uses = uses_of(c, policy, sampler, engine, recipe, reference)
     say("; ".join(f"{name}: {what}" for name, what in uses.items()))
-    progress = open_run(c, record, engine, stream, data, uses)  # collective
-    check_disk(c, policy.model)  # collective
+    progress = open_run(c, record, engine, data, uses)  # collective
+    check_disk(c, policy.model)
     if progress.step < c.STEPS:
         rehearse(c, policy, engine, batch_loss, recipe, questions)  # collective
     workers = serve_workers(c, recipe, policy, progress)  # collective
@@ -157,7 +156,7 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
         engine=engine,
         recipe=recipe,
         greedy=recipe.others(GROUP_SIZE=1, TEMPERATURE=0),
-        stream=stream,
+        stream=Stream(recipe.prompts, c.SEED),
         questions=questions,
         progress=progress,
         reference=reference,

@@ -1,4 +1,4 @@
-"""Checkpoints: atomic, and agreed on by machines with separate disks."""
+"""Checkpoints: atomic, examined by each rank, and resumed from."""
 
 import contextlib
 import errno
@@ -6,12 +6,13 @@ import json
 import math
 import os
 import pickle
-import random
 import re
 import resource
 import shutil
 import signal
+import struct
 import time
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ from rank_threads import Ranks as Threads
 from safetensors import SafetensorError
 
 from grpo import checkpoint, report, resume
-from grpo.rollout import Stream
+from grpo.ranks import RunFailed
 from grpo.task import load_task
 
 RUN = {  # the constants that checkpoints look at
@@ -33,6 +34,7 @@ RUN = {  # the constants that checkpoints look at
     "STOP_STRINGS": [], "OUTCOME": "correctness",
     "LR_SCHEDULE": "linear", "WARMUP_STEPS": 0, "FINAL_LR": 1.0,
     "MAX_COMPLETION_TOKENS": 9, "LEARNING_RATE": 1e-6, "CHAT_TEMPLATE": {}, "SAVE_STEPS": 1,
+    "SEED": 0,
 }  # fmt: skip
 
 
@@ -46,7 +48,7 @@ class FakeEngine:
         self.optimizer, self.loaded, self.param_groups, self.state = self, None, [], {}
 
     def state_dict(self):
-        return {"rank": checkpoint.dist.get_rank()}
+        return {"rank": checkpoint.dist.get_rank(), "masters": torch.ones(9)}
 
     def load_state_dict(self, states, load_from_fp32_weights):
         self.loaded = states[checkpoint.dist.get_rank()]
@@ -55,10 +57,12 @@ class FakeEngine:
         return False
 
     def update_lp_params(self):
-        assert self.loaded == self.state_dict()
+        assert self.loaded["rank"] == checkpoint.dist.get_rank()
 
 
 class FakePolicy:
+    model = torch.nn.Linear(1, 1)
+
     def save(self, folder):
         Path(folder, "model.safetensors").write_bytes(b"weights")
 
@@ -81,23 +85,20 @@ def ranks(monkeypatch, request):
     return Ranks(monkeypatch, getattr(request, "param", 1))
 
 
-def a_stream(size=1, **share):
-    return Stream([(i, {}, [i]) for i in range(size)], 0, **share)
-
-
-def save(folder, step, *, stream=None, keep=2, policy=None, engine=None, **progress):
+def save(folder, step, *, keep=2, policy=None, engine=None, **progress):
     """Saves a checkpoint of a run, named "r" if it has no other name."""
-    run = SimpleNamespace(stream=stream or a_stream(), data=DATA)
+    run = SimpleNamespace(data=DATA)
+    folder.mkdir(exist_ok=True)
     run.c = SimpleNamespace(**RUN | {"RUN_DIR": str(folder), "KEEP_CHECKPOINTS": keep})
     run.record, run.progress = vars(run.c), resume.Progress(**{"name": "r"} | progress, step=step)
     run.policy, run.engine = policy or FakePolicy(), engine or FakeEngine()
     checkpoint.save_run(run)
 
 
-def opened(folder, *, data=None, stream=None, **changes):
+def opened(folder, *, data=None, **changes):
     """-> the Progress of a run that begins or resumes with RUN and other constants."""
     c = SimpleNamespace(**RUN | {"RUN_DIR": str(folder)} | changes)
-    return resume.open_run(c, vars(c), FakeEngine(), stream or a_stream(), data or DATA, {})
+    return resume.open_run(c, vars(c), FakeEngine(), data or DATA, {})
 
 
 def names_in(folder):
@@ -109,18 +110,6 @@ def saved(folder):
 
 
 # --- Save, find and load --------------------------------------------------------------
-def test_a_checkpoint_brings_back_the_place_in_the_data_and_the_random_numbers(tmp_path, alone):
-    stream = a_stream(5, rank=0, world=2)
-    [next(stream) for _ in range(3)]
-    save(tmp_path, 7, stream=stream)
-    expected = [next(stream) for _ in range(4)], random.random(), torch.rand(3).tolist()
-    path, state = checkpoint.newest(tmp_path)
-    assert path.name == "step_000007" and state["progress"]["step"] == 7
-    fresh = a_stream(5, rank=0, world=2)
-    checkpoint.load(path, FakeEngine(), fresh)
-    assert ([next(fresh) for _ in range(4)], random.random(), torch.rand(3).tolist()) == expected
-
-
 class Touches:
     def __init__(self, path):
         self.path = path
@@ -134,7 +123,7 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path, alone):
     path = tmp_path / "step_000001"
     torch.save({"rank": Touches(tmp_path / "ran")}, path / "trainer/optimizer_0.pt")
     with pytest.raises(pickle.UnpicklingError, match="WeightsUnpickler error: Unsupported"):
-        checkpoint.load(path, FakeEngine(), a_stream())
+        checkpoint.load(path, FakeEngine(), 0)
     assert not (tmp_path / "ran").exists()
 
 
@@ -143,7 +132,7 @@ def test_a_resumed_run_maps_its_optimiser_and_does_not_hold_it_twice(tmp_path, a
     save(tmp_path, 1)
     found, load = [], torch.load
     monkeypatch.setattr(torch, "load", lambda *a, **how: found.append(how) or load(*a, **how))
-    checkpoint.load(tmp_path / "step_000001", FakeEngine(), a_stream())
+    checkpoint.load(tmp_path / "step_000001", FakeEngine(), 0)
     assert found and all(how["mmap"] for how in found)
 
 
@@ -157,7 +146,7 @@ def test_a_checkpoint_that_was_loaded_is_not_in_use_and_one_that_stays_ends_no_r
     engine.load_state_dict = lambda states, **_: engine.state.update({0: states[0]})
     engine.update_lp_params = lambda: None
     save(tmp_path, 1, engine=engine)
-    checkpoint.load(tmp_path / "step_000001", engine, a_stream())
+    checkpoint.load(tmp_path / "step_000001", engine, 0)
     assert engine.state[0]["exp_avg"].tolist() == [1] * 9
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
@@ -173,23 +162,16 @@ def test_a_checkpoint_that_was_loaded_is_not_in_use_and_one_that_stays_ends_no_r
 
 
 @pytest.mark.parametrize("data", [{"prompt_ids": "other"}, {"task_file": "other"}, {}])
-def test_other_prompts_have_a_new_order_and_another_file_is_named(
-    data, tmp_path, alone, monkeypatch, capsys
-):
+def test_other_prompts_have_a_new_order_and_another_file_is_named(data, tmp_path, alone, capsys):
     """Once: the next checkpoint has the new hashes."""
-    stream = a_stream(5)
-    [next(stream) for _ in range(7)]
-    save(tmp_path, 3, stream=stream, groups=7, best=3, best_accuracy=0.9)
-    progress = opened(tmp_path, stream=(resumed := a_stream(5)), data=(now := DATA | data))
+    save(tmp_path, 3, prompts=7, groups=9, best=3, best_accuracy=0.9)
+    progress = opened(tmp_path, data=(now := DATA | data))
     anew = "prompt_ids" in data
-    assert (resumed.position, progress.groups) == ((0, 0) if anew else (7, 7))
+    assert (progress.prompts, progress.groups) == ((0, 0) if anew else (7, 9))
     assert progress.best == 3
     out = capsys.readouterr().out
     assert ("begins anew" in out, "checkpoint: task_file" in out) == (anew, "task_file" in data)
     assert json.loads((tmp_path / "run.json").read_text())["data"] == now
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)  # which begins at its own place
-    resume.log_other_data(progress, resumed, DATA, now)
-    assert resumed.position == (1 if anew else 7)
 
 
 def test_the_hashes_are_of_the_prompts_ids_and_of_the_tasks_file(tmp_path, alone):
@@ -230,7 +212,24 @@ DAMAGE = {
     "no state": lambda path: os.remove(path / "trainer/state.json"),
     "half a state": lambda path: os.truncate(path / "trainer/state.json", 30),
     "an odd state": lambda path: (path / "trainer/state.json").write_text("[]"),
+    "a bit": lambda path: flip(path / "trainer/optimizer_0.pt"),
+    "zeros": lambda path: zero(path / "trainer/optimizer_0.pt"),
 }
+
+
+def flip(file):
+    """Flips a bit of a tensor's first number."""
+    with zipfile.ZipFile(file) as parts:
+        (name,) = [name for name in parts.namelist() if name.endswith("data/0")]
+        number = parts.getinfo(name)
+    data = bytearray(file.read_bytes())
+    head = number.header_offset
+    data[head + 30 + sum(struct.unpack("<HH", data[head + 26 : head + 30]))] ^= 1
+    file.write_bytes(data)
+
+
+def zero(file):
+    file.write_bytes(bytes(file.stat().st_size))
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -243,7 +242,7 @@ def test_a_torn_checkpoint_is_named_and_skipped(tmp_path, alone, capsys, damage)
     path, state = checkpoint.newest(tmp_path)
     assert path.name == "step_000009" and state["step"] == 9
     assert not (tmp_path / ".unfinished").exists()  # it may hold all free space
-    assert "step_000010 is incomplete and is skipped" in capsys.readouterr().out
+    assert "step_000010 is incomplete or damaged, and is skipped: rank" in capsys.readouterr().out
     save(tmp_path, 10)  # in its place
     assert checkpoint.newest(tmp_path)[1]["step"] == 10 and not (tmp_path / ".unfinished").exists()
     for path in checkpoint.saved_in(tmp_path):
@@ -293,7 +292,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused(tmp_path, alone, monkey
     checkpoint.check_disk(c, model)  # of what is trained alone
 
 
-class Unsavable:
+class Unsavable(FakePolicy):
     def save(self, folder):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
@@ -308,8 +307,20 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_saved_is_named(part, tmp_pat
     resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, limit[1]))
     more = {"policy": Unsavable() if part == "model" else FakePolicy(), "engine": engine}
     more["name"] = "x" * (10**6 if part == "state" else 1)
-    with pytest.raises(SystemExit, match=f"RUN_DIR = '{tmp_path}' can't be written"):
+    with pytest.raises(RunFailed) as failed:
         save(tmp_path, 5, **more)
+    assert f"RUN_DIR = '{tmp_path}' can't be written" in str(failed.value.__cause__)
+    assert not (tmp_path / ".unfinished").exists() and saved(tmp_path) == []
+
+
+def test_a_checkpoint_without_room_is_not_begun(tmp_path, alone, monkeypatch):
+    save(tmp_path, 3)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=31))
+    with pytest.raises(RunFailed) as failed:  # 2 numbers of 4 and 12 bytes
+        save(tmp_path, 5)
+    assert "a checkpoint takes 3.2e-08 GB, " in str(failed.value.__cause__) and saved(tmp_path) == [
+        3
+    ]
 
 
 def test_links_follow_what_the_resumed_checkpoint_knows(tmp_path, alone):
@@ -349,82 +360,61 @@ def test_a_folder_that_is_no_link_stays(tmp_path, alone):
     assert (tmp_path / "best").is_dir()
 
 
-# --- Machines with separate disks -----------------------------------------------------
-@pytest.mark.parametrize("ranks", [5], indirect=True)
-def test_each_folder_has_one_rank_that_makes_and_renames_what_is_in_it(tmp_path, ranks):
-    (tmp_path / "A").symlink_to(tmp_path / "a")  # the same disk, mounted elsewhere
-    seen = [tmp_path / name for name in "aAbab"]
+# --- Several ranks --------------------------------------------------------------------
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_ranks_without_a_common_folder_do_not_begin(tmp_path, ranks, monkeypatch):
     (tmp_path / "a").mkdir()
-    assert ranks.each(checkpoint.leads, seen) == [True, False, True, False, False]
-    assert not any(list(folder.iterdir()) for folder in seen)  # nothing is left
-
-
-def swap(one, other):
-    one.rename(one.with_name("aside"))
-    other.rename(one)
-    one.with_name("aside").rename(other)
-
-
-def another_run(a, b):
-    for path in [a / "run.json", *a.glob("step_*/trainer/state.json")]:
-        path.write_text(path.read_text().replace('"name": "a-', '"name": "another-'))
-
-
-# What happens to the disks of two machines -> the step that both resume from, or what they report
-DISKS = {
-    "nothing": (lambda a, b: None, 9),
-    "a part is gone": (lambda a, b: os.remove(b / "step_000009/trainer/rank_1.json"), 3),
-    "killed in between": (lambda a, b: (a / "step_000009").rename(a / ".unfinished"), 3),
-    "the second is new": (lambda a, b: shutil.rmtree(b), "rank 1 on .*b/step_0000"),
-    "the first is new": (lambda a, b: shutil.rmtree(a), "rank 0 on .*a/step_0000"),
-    "they changed places": (swap, "rank 0 on .*a/step_0000"),
-    "the first has another run": (another_run, "different runs"),
-}
+    (tmp_path / "mounted elsewhere").symlink_to("a")
+    (tmp_path / "b").mkdir()
+    same = [tmp_path / "a", tmp_path / "mounted elsewhere"]
+    assert ranks.each(resume.check_shared, same) == [None, None]
+    monkeypatch.setattr(resume, "SHARED_SECONDS", 0.1)
+    for text in ranks.each(resume.check_shared, [tmp_path / "a", tmp_path / "b"]):
+        assert re.search("RUN_DIR = .* not the same folder on rank 0 and rank 1: .*share", text)
+    assert not any(list((tmp_path / name).iterdir()) for name in "ab")  # nothing is left
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
-@pytest.mark.parametrize("damage", DISKS)
-def test_machines_with_disks_of_their_own_agree_on_what_is_complete(tmp_path, ranks, damage):
-    disks, damage, expected = [tmp_path / "a", tmp_path / "b"], *DISKS[damage]
-
-    def begin(disk):
-        run = opened(disk).name
-        [save(disk, step, name=run) for step in (1, 3, 9)]
-        return run
-
-    def resume(disk):
-        p = opened(disk)
-        save(disk, 9, name=p.name)
-        return p.name, p.step
-
-    run, same = ranks.each(begin, disks)
-    assert run == same and run.startswith("a-") and list(map(saved, disks)) == [[3, 9]] * 2
-    files = [disk / "step_000009/model.safetensors" for disk in disks]
-    assert [file.exists() for file in files] == [True, False]  # where rank 0 is
-    damage(*disks)
-    found = ranks.each(resume, disks)
-    if isinstance(expected, int):
-        assert found == [(run, expected)] * 2
-        assert ranks.each(resume, disks) == [(run, 9)] * 2
-    else:
-        assert all(re.search(f"no checkpoint .*{expected}", text) for text in found), found
+@pytest.mark.parametrize("damage", [os.remove, flip])
+def test_what_one_rank_finds_damaged_all_skip(tmp_path, ranks, damage):
+    ranks.each(lambda _: [save(tmp_path, step) for step in (3, 9)], [None] * 2)
+    damage(tmp_path / "step_000009/trainer/optimizer_1.pt")
+    assert [opened.step for opened in ranks.each(opened, [tmp_path] * 2)] == [3, 3]
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_another_number_of_ranks_is_refused(tmp_path, ranks, monkeypatch):
     ranks.each(lambda _: save(tmp_path, 3), [None] * 2)
     for text in Ranks(monkeypatch, 3).each(checkpoint.newest, [tmp_path] * 3):
-        assert re.search("saved by 2 ranks, and 3 can't .*MODEL = '.*step_000003'", text), text
+        assert re.search("saved by 2 ranks, and 3 ranks .*MODEL = '.*step_000003'", text), text
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
-def test_a_checkpoint_counts_only_when_every_machine_has_its_part(tmp_path, ranks):
-    disks = [tmp_path / "a", tmp_path / "b"]
-    disks[1].mkdir()
-    (disks[1] / "step_000003").write_text("in the way")
-    with pytest.raises(OSError, match="step_000003"):
-        ranks.each(lambda disk: save(disk, 3), disks)
-    assert saved(disks[0]) == []
+def test_a_rank_that_can_not_write_leaves_nothing_of_a_checkpoint(tmp_path, ranks, monkeypatch):
+    write = checkpoint.write_optimizer
+
+    def full(run, draft):
+        if dist.get_rank() == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(run, draft)
+
+    def fails(_):
+        with pytest.raises(RunFailed):
+            save(tmp_path, 3)
+
+    monkeypatch.setattr(checkpoint, "write_optimizer", full)
+    ranks.each(fails, [None] * 2)
+    assert names_in(tmp_path) == [] and not (tmp_path / ".unfinished").exists()
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path, alone):
+    save(tmp_path, 3)
+    file = tmp_path / "step_000003/trainer/state.json"
+    state = json.loads(file.read_text())
+    del state["format"]
+    file.write_text(json.dumps(state))
+    with pytest.raises(SystemExit, match="saved by an earlier version.* MODEL = '.*step_000003'"):
+        opened(tmp_path)
 
 
 # --- Begin or resume ------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """An error on one rank ends all of them, at the same place: the run can be saved."""
 
 from collections import Counter
+from dataclasses import replace
 from types import FunctionType
 
 import pytest
@@ -9,7 +10,6 @@ from fakes import MIXED, a_recipe, a_run, prompts_of
 from rank_threads import Ranks
 
 import grpo_ref_split as trainer
-from grpo.checkpoint import back_if_failed, place_of
 from grpo.metrics import evaluate
 from grpo.ranks import RunFailed, add_up, all_or_none, explained
 from grpo.reference import NoReference
@@ -76,8 +76,8 @@ def broken_on(rank, recipe, after):
 
 def run_of(rank, after):
     recipe = broken_on(rank, a_recipe(prompts_of([MIXED] * 20), PROMPTS_PER_STEP=6), after)
-    progress = Progress("run", 3, evaluated=2, groups=9)
-    stream = Stream(recipe.prompts, 0, rank, 2)
+    progress = Progress("run", 3, evaluated=2, groups=9, prompts=40)
+    stream = Stream(recipe.prompts, 0)
     return a_run(recipe, stream=stream, progress=progress, reference=NoReference())
 
 
@@ -87,14 +87,16 @@ def test_a_step_that_fails_on_one_rank_was_not_begun_on_any(ranks, after):
 
     def step(rank):
         run = run_of(rank, after)
-        before = place_of(run)
+        before = replace(run.progress)
         try:
-            with back_if_failed(run, before):
-                groups, *_ = trainer.sample_rollout(run)
+            groups, _, _, taken = trainer.sample_rollout(run)
         except RunFailed as failure:
-            assert place_of(run) == before
             return failure.__cause__
-        assert run.stream.position == 6 + rank and run.progress.groups == 9 + len(groups)
+        finally:
+            assert run.progress == before
+        assert taken == len(groups)
+        expected = {run.stream[number].index for number in range(40, 46)}
+        assert {group.index for group in groups} == expected  # each once, on one of the ranks
         return [group.id for group in groups]
 
     first, second = ranks.run(step)
@@ -106,12 +108,12 @@ def test_a_step_that_fails_on_one_rank_was_not_begun_on_any(ranks, after):
 
 def test_a_step_that_can_not_be_prepared_was_not_begun(alone, monkeypatch):
     run = run_of(0, after=99)
-    before = place_of(run)
+    before = replace(run.progress)
     monkeypatch.setattr(trainer, "evaluate_if_due", lambda run: None)
     monkeypatch.setattr(trainer, "samples_to_train", lambda *_: 1 / 0)
     with pytest.raises(RunFailed):
         trainer.train(run)
-    assert place_of(run) == before
+    assert run.progress == before
 
 
 def test_an_evaluation_that_fails_on_one_rank_ends_all(ranks):

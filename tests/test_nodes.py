@@ -85,8 +85,11 @@ def start_slurm(folder, preset, log):
 @pytest.mark.long
 def test_a_node_is_killed_and_the_run_resumes_under_another_launcher(preset, tmp_path):
     """kill -9 of all that runs on node 1 after step 3, under deepspeed: node 0 ends, and logs why.
-    Both go on under torchrun, to what two tasks of SLURM, never stopped, make of the same disk."""
+    Both go on under torchrun, to what two tasks of SLURM, never stopped, make."""
     disks, logs = [tmp_path / "0", tmp_path / "1"], [tmp_path / "log0", tmp_path / "log1"]
+    (disks[0] / "run").mkdir(parents=True)
+    disks[1].mkdir()
+    (disks[1] / "run").symlink_to(disks[0] / "run")  # the disk that they share
     deepspeed, port = "deepspeed --hostfile hosts --no_ssh", free_port()
     nodes = [start_node(disks[n], n, deepspeed, preset, port, logs[n]) for n in (0, 1)]
     wait_for_step(disks[0] / "run", 3, nodes[0], logs[0])
@@ -102,8 +105,6 @@ def test_a_node_is_killed_and_the_run_resumes_under_another_launcher(preset, tmp
     nodes = [start_node(disks[n], n, "torchrun", preset, port, logs[n]) for n in (0, 1)]
     assert [node.wait(PATIENCE) for node in nodes] == [0, 0], logs[0].read_text()[-3000:]
     assert "resumes from run/step_00000" in logs[0].read_text()
-    names = [[path.name for path in (disk / "run/step_000004/trainer").iterdir()] for disk in disks]
-    assert "optimizer_1.pt" in set(names[1]) - set(names[0])  # separate disks
 
     shared = tmp_path / "shared"
     tasks = start_slurm(shared, preset, tmp_path / "slurm")

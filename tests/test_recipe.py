@@ -12,13 +12,6 @@ from grpo.rollout import Stream
 from grpo.task import load_questions, load_split
 
 
-def test_ranks_share_each_epoch_without_overlap():
-    prompts = list(range(10))
-    ranks = [list(islice(Stream(prompts, 0, rank, 3), 10)) for rank in range(3)]
-    order = [prompt for turn in zip(*ranks, strict=True) for prompt in turn]  # of all ranks
-    assert order == list(islice(Stream(prompts, 0), 30))
-
-
 def test_long_prompts_are_left_out_and_counted(tokenizer, capsys):
     items = [{"question": "2 + 2?", "answer": "4"}, {"question": "how many " * 50, "answer": "1"}]
     task = SimpleNamespace(
@@ -54,7 +47,5 @@ def test_every_epoch_has_each_prompt_once_in_an_order_that_may_be_read_anywhere(
     epochs = [tuple(expected[i : i + 7]) for i in range(0, 140, 7)]
     assert all(sorted(epoch) == prompts for epoch in epochs) and len(set(epochs)) == 20
     positions = torch.randperm(140, generator=torch.Generator().manual_seed(0)).tolist()
-    for order.position in positions:
-        at = order.position
-        assert next(order) == expected[at]
+    assert all(order[at] == expected[at] for at in positions)
     assert list(islice(Stream(prompts, seed=4), 7)) != expected[:7]

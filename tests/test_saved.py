@@ -12,7 +12,7 @@ import torch
 from fakes import tiny_policy
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from grpo.checkpoint import try_save, write_shared
+from grpo.checkpoint import try_save, write_model
 from grpo.commands.merge import load_base_tokenizer, merge
 from grpo.commands.tiny_model import warm_start
 from grpo.models import load_tokenizer
@@ -104,8 +104,9 @@ def test_all_files_have_the_mode_that_the_umask_gives(
             tiny_policy(tiny, lora_rank=rank).save(tmp_path / f"saved {rank}")
         merge(str(tmp_path / "saved 4"), str(tmp_path / "merged"))
         warm_start(tmp_path / "tiny", arithmetic, seed=0, steps=1)
-        run = SimpleNamespace(policy=tiny_policy(tiny))
-        write_shared(run, tmp_path / "checkpoint", {"constants": {}})
+        c = SimpleNamespace(SAVE_STEPS=0)
+        run = SimpleNamespace(policy=tiny_policy(tiny), c=c, record={})
+        write_model(run, tmp_path / ".unfinished/checkpoint")
     finally:
         os.umask(before)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -78,6 +78,7 @@ class Worker:
         self.policy, self.recipe, self.c, self.name = policy, recipe, recipe.c, name
         self.trainer = TrainerClient(self.c.TRAINER, self.c.WAIT_LIMIT_SECONDS)
         self.order = Stream(recipe.prompts, f"{self.c.SEED}/{name}")
+        self.begun = 0  # groups, each with the next prompt of the order
         self.settings = settings_of(recipe)
         self.loaded = {"run": "", "version": -1, "sha256": ""}
         self.held = 0  # groups that were started and are not sent yet
@@ -119,7 +120,7 @@ class Worker:
         """Samples `room` groups, and more while there is room and no newer policy. Groups that were
         started are always finished: the first groups to end would favor short completions."""
         started, groups, tokens, refused = time.perf_counter(), 0, 0, 0
-        run, version, first = self.loaded["run"], self.loaded["version"], self.order.position
+        run, version, first = self.loaded["run"], self.loaded["version"], self.begun
         self.held = 0
         prompts, seed = self.prompts(room), seed_of(self.name, run, version, first)
         for group in sampled_and_rewarded(self.policy, self.recipe, prompts, seed=seed):
@@ -147,8 +148,8 @@ class Worker:
                 room = max(0, room - self.held) if record == self.loaded else 0
             if room:
                 room -= 1
-                self.held += 1
-                yield next(self.order)
+                self.held, self.begun = self.held + 1, self.begun + 1
+                yield self.order[self.begun - 1]
             else:
                 yield None
 

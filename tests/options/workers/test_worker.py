@@ -3,7 +3,6 @@ process, behind a real socket."""
 
 import os
 from collections import Counter
-from itertools import islice
 
 import pytest
 import torch
@@ -78,8 +77,7 @@ def run(side, policy=None, name="me", expected=Ended):
 def in_order(side, *positions, name="me"):
     """-> the items at these positions of the worker's order."""
     order = Stream(side.recipe.prompts, f"{side.c.SEED}/{name}")
-    items = [index for index, *_ in islice(order, 1 + max(positions))]
-    return [items[position] for position in positions]
+    return [order[position].index for position in positions]
 
 
 # --- What it samples --------------------------------------------------------------------
