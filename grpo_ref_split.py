@@ -53,7 +53,6 @@ SAMPLER = "torch"  # or "vllm", in ranks and workers (pip install -e .[vllm]; do
 VLLM_CACHE_GB = 10.0  # GPU memory of vLLM's KV cache; more lets it sample more at once
 VLLM_SLEEP = False  # True: vLLM frees its GPU memory whenever there is nothing to sample
 MASK_TRUNCATED = False  # True: truncated completions are not trained, but count in group means
-OVERLONG_TOKENS = 0  # in the last N tokens before the limit, rewards fall by up to 1 (DAPO); 0: off
 # Skips flat groups, whose completions all have the same OUTCOME ("outcome") or the same total
 # reward ("reward"). False: trains on every group.
 SKIP_FLAT_GROUPS = "outcome"
@@ -96,9 +95,7 @@ LEARNING_RATE = 1e-6  # higher learns faster until it diverges; LoRA needs about
 LORA_RANK = 0  # 16 or 32: trains LoRA adapters of that rank on a frozen model; 0: full training
 BASE_BITS = 16  # 4: LoRA's frozen model has 4 bits a weight (pip install -e .[bits])
 WARMUP_STEPS = 10  # the learning rate rises linearly from 0 in this many steps
-FINAL_LR = 1.0  # share of LEARNING_RATE that is left at the last step; 1: constant
-LR_SCHEDULE = "linear"  # or "cosine": shape of the decay to FINAL_LR (lr_scheduler_type)
-ADAM_BETAS = (0.9, 0.99)  # of Adam's averages of the gradient and its square; higher smooths more
+FINAL_LR = 1.0  # share of LEARNING_RATE that is left at the last step, linearly; 1: constant
 WEIGHT_DECAY = 0.0  # of AdamW; higher pulls the weights harder to 0
 MAX_GRAD_NORM = 1.0  # a gradient with a larger global norm is scaled down to it
 SEED = 0  # random seed of the order of questions and of sampling
@@ -116,8 +113,7 @@ EVAL_SPLIT = "test"  # the task's split for evaluations
 EVAL_QUESTIONS = 512  # uses the first N questions of the split; more are more precise and slower
 # Steps between checkpoints (the model + 12 bytes per trained parameter), besides the last step's.
 SAVE_STEPS = 100  # 0: never, and nothing is left of the run but its metrics and samples
-KEEP_CHECKPOINTS = 2  # the newest N checkpoints are kept, older ones deleted
-KEEP_BEST = True  # True: also keeps the checkpoint of the best evaluation, RUN_DIR/best
+KEEP_CHECKPOINTS = 2  # the newest N, and RUN_DIR/best, of the best evaluation, are kept
 REPORT_TO = []  # "tensorboard" or "wandb", which get each step's metrics, too
 WAIT_LIMIT_SECONDS = 600  # the run ends after this long without the server or workers' groups
 REWARD_TIMEOUT_SECONDS = 60  # a reward, of a group that takes longer, or a reply() counts as None
@@ -392,7 +388,7 @@ def evaluate_if_due(run):
     result = evaluate(run.sampler, p.step, run.greedy, run.questions)  # collective
     if not ranks.any_rank(stop.asked):  # collective
         run.folder.log_evaluation(result, p.step)
-        p.take_evaluation(result.get("eval_accuracy"), c.KEEP_BEST)
+        p.take_evaluation(result.get("eval_accuracy"))
 
 
 # --- Main ---------------------------------------------------------------------------

@@ -27,7 +27,7 @@ TABLES = ROOT / "benchmarks/results/experiments"
 
 # --- Cases --------------------------------------------------------------------------
 STEPS = 60
-COMMON = {"STEPS": STEPS, "IDLE_LIMIT": STEPS, "EVAL_STEPS": 20, "KEEP_BEST": False}
+COMMON = {"STEPS": STEPS, "IDLE_LIMIT": STEPS, "EVAL_STEPS": 20}
 COMMON |= {"PROMPTS_PER_STEP": 16}
 
 
@@ -45,7 +45,6 @@ def groups_of(size):
 TAUGHT = {"STEPS": 200, "IDLE_LIMIT": 200, "EVAL_STEPS": 25}
 BOTH = TAUGHT | {"KL_BETA": 0.2, "UNBIASED_KL": True, "SKIP_FLAT_GROUPS": False}
 ALONE = BOTH | {"KL_BETA": 1.0, "REWARD_WEIGHTS": {}, "LOSS_TYPE": "dapo"}
-MASKED, PENALTY = {"MASK_TRUNCATED": True}, {"OVERLONG_TOKENS": 8}
 
 
 CASES = {
@@ -63,9 +62,7 @@ CASES = {
     "flat_reward": Case({"SKIP_FLAT_GROUPS": "reward"}, "of equal rewards"),
     "flat_kept": Case({"SKIP_FLAT_GROUPS": False}, "none"),
     "rambles": Case({}, "trained", "rambler"),
-    "rambles_masked": Case(MASKED, "masked", "rambler"),
-    "rambles_penalty": Case(PENALTY, "trained, penalty", "rambler"),
-    "rambles_both": Case(MASKED | PENALTY, "masked, penalty", "rambler"),
+    "rambles_masked": Case({"MASK_TRUNCATED": True}, "masked", "rambler"),
     "rare": Case(TAUGHT, "rewards", "rare"),
     "rare_alone": Case(ALONE, "teacher", "rare", "teacher"),
     "rare_both": Case(BOTH, "both", "rare", "teacher"),
@@ -122,7 +119,7 @@ QUESTIONS = {
     ),
     "truncated": Question(
         "Are truncated completions trained, if answers tend to run on?",
-        ("rambles", "rambles_masked", "rambles_penalty", "rambles_both"),
+        ("rambles", "rambles_masked"),
         panels=(ACCURACY, CUT),
         columns=(LAST_FORMAT, (CUT, "end"), TOKENS),
     ),

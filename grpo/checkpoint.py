@@ -5,7 +5,7 @@ A checkpoint is a model in Hugging Face format, which MODEL may name, and a fold
     optimizer_0.pt ...  a rank's part of the optimizer and of the float32 weights
     state.json          the run's progress, the number of ranks, and the files' sizes
 
-Beside them are links: `best` to the checkpoint with the best evaluation (KEEP_BEST), and `final` to
+Beside them are links: `best` to the checkpoint with the best evaluation, and `final` to
 the last one of a run that has made all STEPS.
 
 The ranks share RUN_DIR. Saving is atomic: rank 0 renames RUN_DIR/.unfinished/step_000100 when all
@@ -99,7 +99,7 @@ def check_disk(c, model):
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = sum(p.nbytes for p in (trained if c.LORA_RANK else model.parameters()))
     size = weights + STATE_BYTES * sum(p.numel() for p in trained)
-    most = size * (c.KEEP_CHECKPOINTS + 1) + weights * c.KEEP_BEST
+    most = size * (c.KEEP_CHECKPOINTS + 1) + weights
     free = shutil.disk_usage(c.RUN_DIR).free
     needs = f"a checkpoint takes {size / 1e9:.3g} GB, all of them at most {most / 1e9:.3g} GB"
     if size > free:

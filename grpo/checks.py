@@ -18,12 +18,12 @@ KINDS = [  # (kind, constants)
         EVAL_QUESTIONS KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT WAIT_LIMIT_SECONDS
         REWARD_TIMEOUT_SECONDS IDLE_LIMIT MICRO_BATCH_TOKENS SAMPLE_BATCH"""),
     (COUNT, """LORA_RANK WARMUP_STEPS SEED EVAL_STEPS PUBLISH_STEPS
-        MAX_STALENESS OVERLONG_TOKENS SAVE_STEPS"""),
+        MAX_STALENESS SAVE_STEPS"""),
     (NUMBER, """TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA IS_CAP WEIGHT_DECAY FINAL_LR
         MAX_GRAD_NORM"""),
     (POSITIVE, "VLLM_CACHE_GB"),
     (FLAG, """MASK_TRUNCATED ADVANTAGE_STD UNBIASED_KL TRAINER_SAMPLES
-        FUSED_LOSS GRADIENT_CHECKPOINTING OFFLOAD_OPTIMIZER KEEP_BEST VLLM_SLEEP"""),
+        FUSED_LOSS GRADIENT_CHECKPOINTING OFFLOAD_OPTIMIZER VLLM_SLEEP"""),
     (TEXT, "MODEL TASK RUN_DIR EVAL_SPLIT"),
     (list_of("strings, none of them empty", TEXT[1]), "STOP_TOKENS STOP_STRINGS"),
     (constants.DTYPE, "DTYPE"),
@@ -32,9 +32,7 @@ KINDS = [  # (kind, constants)
     (one_of("clip", "cispo"), "OBJECTIVE"),  # OBJECTIVES there
     (one_of("token", "sequence"), "RATIO_LEVEL"),
     (one_of("torch", "vllm"), "SAMPLER"),
-    (one_of("linear", "cosine"), "LR_SCHEDULE"),
     (one_of("outcome", "reward", False), "SKIP_FLAT_GROUPS"),
-    (list_of("numbers from 0 to below 1", lambda beta: NUMBER[1](beta) and beta < 1), "ADAM_BETAS"),
     (or_(None, TEXT), "OUTCOME REFERENCE"),
     (or_(None, dict_of("numbers", constants.real)), "REWARD_WEIGHTS"),
     (dict_of("options", lambda option: True), "CHAT_TEMPLATE"),
@@ -61,10 +59,7 @@ RELATIONS = [  # (constant, what it must be, whether it is), of constants of the
      lambda c: c.SAMPLE_BATCH >= c.GROUP_SIZE),
     ("TEMPERATURE", "above 0: at 0 all completions of a group are equal",
      lambda c: c.TEMPERATURE > 0),
-    ("ADAM_BETAS", "two numbers", lambda c: len(c.ADAM_BETAS) == 2),
     ("IS_CAP", "0 (off), or 1 or more", lambda c: c.IS_CAP == 0 or c.IS_CAP >= 1),
-    ("OVERLONG_TOKENS", "at most MAX_COMPLETION_TOKENS: it counts tokens before that limit",
-     lambda c: c.OVERLONG_TOKENS <= c.MAX_COMPLETION_TOKENS),
     ("SKIP_FLAT_GROUPS", "False if REWARD_WEIGHTS = {}: the KL penalty trains all groups",
      lambda c: c.REWARD_WEIGHTS != {} or not c.SKIP_FLAT_GROUPS),
     ("KL_BETA", "above 0 if REWARD_WEIGHTS = {}: without rewards only the KL penalty trains",

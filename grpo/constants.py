@@ -191,6 +191,10 @@ def names_of(script):
 
 GONE = {  # constants of earlier versions, and what there is instead
     "REFERENCE_REFRESH_STEPS": "begin a new run from RUN_DIR/final (docs/loss.md)",
+    "ADAM_BETAS": "(0.9, 0.99) is in grpo/engine.py",
+    "KEEP_BEST": "the best evaluation's checkpoint is always kept",
+    "LR_SCHEDULE": "the decay to FINAL_LR is linear",
+    "OVERLONG_TOKENS": "a task may subtract it from a reward (docs/experiments.md)",
     "MAX_FAILED_REWARDS": "a task whose service fails returns None (CONTRIBUTING.md)",
 }
 

@@ -1,7 +1,6 @@
 """DeepSpeed's engine, ZeRO-2, around the policy's model."""
 
 import contextlib
-import math
 import os
 
 import torch
@@ -29,7 +28,7 @@ def make_engine(c, policy):
     optimizer = torch.optim.AdamW(  # 1711.05101
         [p for p in policy.model.parameters() if p.requires_grad],
         lr=c.LEARNING_RATE,
-        betas=c.ADAM_BETAS,
+        betas=(0.9, 0.99),
         weight_decay=c.WEIGHT_DECAY,
         fused=True,  # on a CPU a tenth of the time; DeepSpeedCPUAdam compiles for minutes
     )
@@ -70,13 +69,10 @@ def load_states(file):
 
 
 def learning_rate(c, step):
-    """Returns the rate of step `step` (from 1): linear warm-up, then LR_SCHEDULE's decay to
-    FINAL_LR (cosine: SGDR, 1608.03983, with one period). `c` has the trainer's constants as
-    attributes."""
+    """Returns the rate of step `step` (from 1): linear warm-up, then linear decay to FINAL_LR. `c`
+    has the trainer's constants as attributes."""
     warm = min(1.0, step / max(c.WARMUP_STEPS, 1))
     done = max(0, step - c.WARMUP_STEPS) / max(1, c.STEPS - c.WARMUP_STEPS)
-    if c.LR_SCHEDULE == "cosine":
-        done = (1 - math.cos(math.pi * done)) / 2
     return c.LEARNING_RATE * warm * (1 - (1 - c.FINAL_LR) * done)
 
 

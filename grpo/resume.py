@@ -36,7 +36,7 @@ class Progress:
     evaluated: int | None = None  # the step of the last evaluation,
     accuracy: float | None = None  # and its result
     saved: int | None = None  # the step of the last checkpoint
-    best: int | None = None  # the step of the best evaluation (KEEP_BEST), from the first update on
+    best: int | None = None  # the step of the best evaluation, from the first update on
     best_accuracy: float | None = None  # its result, or that of step 0 if none was better
     idle: int = 0  # steps in a row that had nothing to train,
     idle_reason: str = ""  # and why the last of them had nothing
@@ -49,12 +49,12 @@ class Progress:
         """Returns whether a multiple of `every` lies after step `before`, up to now (0: never)."""
         return bool(every and self.step // every > before // every)
 
-    def take_evaluation(self, accuracy, keep_best):
+    def take_evaluation(self, accuracy):
         """Records this step's evaluation. Ties go to the earlier checkpoint. An evaluation of step
         0 is of MODEL itself, which needs no checkpoint."""
         self.accuracy, self.evaluated = accuracy, self.step
         least = -1.0 if self.best_accuracy is None else self.best_accuracy
-        if keep_best and accuracy is not None and accuracy > least:
+        if accuracy is not None and accuracy > least:
             self.best_accuracy, self.best = accuracy, self.step or None
 
 
@@ -146,7 +146,6 @@ def open_run(c, record, engine, data, uses):
         # DeepSpeed has restored the old values of these; the learning rate is set at each step
         engine.optimizer.clip_grad = c.MAX_GRAD_NORM
         for group in engine.optimizer.param_groups:
-            group["betas"] = tuple(c.ADAM_BETAS)
             group["weight_decay"] = c.WEIGHT_DECAY
         say(f"the run {progress.name} resumes from {path}")
         log_other_data(progress, state["data"], data)
@@ -156,7 +155,7 @@ def open_run(c, record, engine, data, uses):
         progress = Progress(gathered(name)[0])
         folder.set_aside()
     there = progress.best is None or (folder.path / f"step_{progress.best:06d}").exists()
-    if not gathered(there)[0] or not c.KEEP_BEST:
+    if not gathered(there)[0]:
         progress.best = progress.best_accuracy = None
     if path and any(record[name] != state["constants"].get(name) for name in EVALUATED):
         progress.best_accuracy = None  # the next evaluation is then the best

@@ -184,13 +184,10 @@ def as_float(value):
 
 def total_of(recipe, sample):
     """Returns a sample's total reward: the weighted sum of the rewards that apply, as TRL's nansum
-    (NaN if none applies), minus a penalty that grows over the last OVERLONG_TOKENS before the limit
-    from 0 to 1 (DAPO 2503.14476, eq. 13; TRL's get_soft_overlong_punishment)."""
+    (NaN if none applies)."""
     weighted = [
         recipe.weights[name] * value
         for name, value in sample.rewards.items()
         if not math.isnan(value)
     ]
-    free = recipe.c.MAX_COMPLETION_TOKENS - recipe.c.OVERLONG_TOKENS
-    penalty = max(0, sample.length - free) / max(1, recipe.c.OVERLONG_TOKENS)
-    return sum(weighted) - penalty if weighted else math.nan
+    return sum(weighted) if weighted else math.nan

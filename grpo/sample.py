@@ -41,7 +41,7 @@ class Sample:
     prompt: list[int] | None = None  # ids; the samples of a group share the list
     environment: object = None  # what its environment returned as its rewards
     rewards: dict | None = None  # floats by name; NaN: does not apply
-    total: float = math.nan  # weighted sum of the rewards that apply, minus the overlong penalty
+    total: float = math.nan  # weighted sum of the rewards that apply
     ref_logps: list[float] | None = None  # of the reference; None if KL_BETA is 0
     advantage: float = 0.0
     weight: float = 0.0  # in the step's loss, of each token that the model wrote

@@ -16,7 +16,6 @@ EVAL_STEPS = 8
 EVAL_QUESTIONS = 200
 SAVE_STEPS = 1000  # a checkpoint takes 2.2 GB: only at the end, and if the run is stopped
 KEEP_CHECKPOINTS = 1
-KEEP_BEST = False
 PROMPTS_PER_STEP = 16
 MAX_PROMPT_TOKENS = 128
 MAX_COMPLETION_TOKENS = 16

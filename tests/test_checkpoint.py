@@ -29,10 +29,10 @@ from grpo.task import load_task
 RUN = {  # the constants that checkpoints look at
     "MODEL": "a", "LORA_RANK": 0, "BASE_BITS": 16, "DTYPE": "auto", "TASK": "t", "STEPS": 5,
     "MAX_GRAD_NORM": 1.0,
-    "ADAM_BETAS": [0.9, 0.99], "WEIGHT_DECAY": 0.0, "KEEP_BEST": True, "KEEP_CHECKPOINTS": 2,
+    "WEIGHT_DECAY": 0.0, "KEEP_CHECKPOINTS": 2,
     "REF_SERVER": None, "KL_BETA": 0.04, "EVAL_QUESTIONS": 9, "EVAL_SPLIT": "test",
     "STOP_STRINGS": [], "OUTCOME": "correctness",
-    "LR_SCHEDULE": "linear", "WARMUP_STEPS": 0, "FINAL_LR": 1.0,
+    "WARMUP_STEPS": 0, "FINAL_LR": 1.0,
     "MAX_COMPLETION_TOKENS": 9, "LEARNING_RATE": 1e-6, "CHAT_TEMPLATE": {}, "SAVE_STEPS": 1,
     "SEED": 0,
 }  # fmt: skip
@@ -287,7 +287,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused(tmp_path, alone, monkey
         with contextlib.nullcontext() if room == free else pytest.raises(SystemExit, match="disk"):
             checkpoint.check_disk(c, model)
     assert "0.000162 GB, all of them at most 0.000525 GB" in capsys.readouterr().out
-    c.LORA_RANK, c.KEEP_BEST = 8, False
+    c.LORA_RANK = 8
     model.weight.requires_grad_(False)
     checkpoint.check_disk(c, model)  # of what is trained alone
 
@@ -336,7 +336,6 @@ def test_links_follow_what_the_resumed_checkpoint_knows(tmp_path, alone):
 
     assert resumed() == (3, 0.5) and os.readlink(tmp_path / "best") == "step_000003"
     assert not os.path.lexists(tmp_path / "final")  # until the run has ended again
-    assert resumed(KEEP_BEST=False) == (None, None) and not os.path.lexists(tmp_path / "best")
     shutil.rmtree(tmp_path / "step_000003")
     assert resumed() == (None, None)  # so the next evaluation is the best
     assert not os.path.lexists(tmp_path / "best")
@@ -345,12 +344,10 @@ def test_links_follow_what_the_resumed_checkpoint_knows(tmp_path, alone):
 def test_the_best_is_the_first_to_have_reached_its_result_and_never_the_model_itself():
     progress, seen = resume.Progress("run"), []
     for progress.step, accuracy in enumerate((0.3, 0.2, 0.3, 0.5, 0.5, 0.4)):
-        progress.take_evaluation(accuracy, keep_best=True)
+        progress.take_evaluation(accuracy)
         seen.append(progress.best)
     assert seen == [None, None, None, 3, 3, 3]
     assert (progress.accuracy, progress.evaluated, progress.best_accuracy) == (0.4, 5, 0.5)
-    progress.take_evaluation(0.9, keep_best=False)
-    assert progress.best == 3
 
 
 def test_a_folder_that_is_no_link_stays(tmp_path, alone):

@@ -54,7 +54,7 @@ def test_a_reward_may_start_processes_and_none_is_left(way, tmp_path):
         from grpo.rewards import reward_texts
         from grpo.task import Recipe, load_task
         c = Constants({{"TASK": {str(file)!r}, "REWARD_TIMEOUT_SECONDS": 600,
-                        "REWARD_WEIGHTS": None, "MAX_COMPLETION_TOKENS": 9, "OVERLONG_TOKENS": 0}})
+                        "REWARD_WEIGHTS": None, "MAX_COMPLETION_TOKENS": 9}})
         recipe = Recipe(c, load_task(c.TASK), [], {{"reward": 1.0}}, "reward")
         with stop.listening(), no_child_stays():
             print(reward_texts(recipe, {{"way": {way!r}}}, ["", ""]))

@@ -15,39 +15,9 @@ from fakes import (
     sampled,
     tally_of,
     tiny_policy,
-    totalled,
 )
 
 from grpo.metrics import Clock
-
-
-def totals(sizes, group):
-    return [sample.total for sample in totalled(a_recipe(**sizes), group).samples]
-
-
-def test_the_last_tokens_below_the_limit_cost_up_to_one():
-    """DAPO, eq. 13, and TRL's get_soft_overlong_punishment(12, 4): 0, then -1/4 a token, -1."""
-    lengths, rewards = (1, 8, 9, 11, 12), [(1.0, math.nan)] * 5
-    group = a_group(rewards, lengths=lengths, truncated=(False,) * 5)
-    sizes = {"MAX_COMPLETION_TOKENS": 12, "OVERLONG_TOKENS": 4}
-    assert totals(sizes, group) == [2, 2, 1.75, 1.25, 1]
-    group.samples[4].is_model_token = [True, False, False, True] * 3  # the task's cost nothing
-    assert totals(sizes, group)[4] == 2
-    group.samples[3].rewards = dict.fromkeys(NAMES, math.nan)  # the length alone compares nothing
-    assert math.isnan(totals(sizes, group)[3])
-    sizes["OVERLONG_TOKENS"] = 0
-    assert totals(sizes, group)[:3] == [2, 2, 2]
-
-
-def test_lengths_that_cost_differently_make_a_group_differ_in_reward_not_in_outcome():
-    group = a_group([(1.0, 1.25)] * 2, lengths=(2, 1))
-    cut = {"MAX_COMPLETION_TOKENS": 2, "OVERLONG_TOKENS": 2}
-    for skip, changes, flat in (
-        ("reward", {}, 1), ("reward", cut, 0), ("outcome", cut, 1)
-    ):  # fmt: skip
-        count = tally_of(a_recipe(SKIP_FLAT_GROUPS=skip, **changes), group)
-        assert (count["skipped"], count["flat_reward"]) == (flat, int(not changes))
-    assert count["total"] == 2 * 3.25 - 1 - 0.5 and count["reward_correctness"] == 2
 
 
 def test_sampling_is_bounded_and_as_the_recipe_says():
