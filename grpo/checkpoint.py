@@ -226,11 +226,11 @@ def examine(path):
         state = json.loads(state_file(path).read_text())
         found = state.get("format", 1), state.get("ranks", world)
         if found != (FORMAT, world):
-            by = "an earlier version" if found[0] != FORMAT else f"{found[1]} ranks"
+            by = f"{found[1]} ranks: start as many to resume from it, and not {world},"
+            by = by if found[0] == FORMAT else "another version, and can't be resumed from:"
             raise SystemExit(
-                f"{path} was saved by {by}, and {world} ranks of this version can't resume from it:"
-                f" begin a new run from its weights: MODEL = '{path.absolute()}' (an adapter: merge"
-                " it first), and another RUN_DIR"
+                f"{path} was saved by {by} or begin a new run from its weights with MODEL ="
+                f" '{path.absolute()}' (an adapter: merge it first), and another RUN_DIR"
             )
         for name, size in state["files"].items():
             if (now := Path(path, name).stat().st_size) != size:

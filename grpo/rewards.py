@@ -40,9 +40,9 @@ def begin_rewards(recipe, group):
 
 
 def answers_of(recipe, group, futures):
-    """Returns what the calls of a group return, and None for a call that takes too long, which is
-    logged. Each future has its own time limit; all other calls share one, which begins again after
-    a call that was too slow. Raises TaskError if a call fails."""
+    """Returns what the calls of a group return, and None for those that take too long, which are
+    logged. Each future has its own time limit; all other calls share one, in order: at its end the
+    rest is not called. Raises TaskError if a call fails."""
     calls, seconds = calls_of(recipe, group), recipe.c.REWARD_TIMEOUT_SECONDS
     found, late = [None] * len(calls), []
     what = f"the rewards of question {group.item.get('question', group.item)!r:.80}"
@@ -51,32 +51,28 @@ def answers_of(recipe, group, futures):
             with announced(what):
                 found[number] = recipe.submit.result(future)
         except TooSlow:
-            late.append(calls[number])
+            late.append(number)
         except BaseException as error:
             raise call_mistake(recipe, group.item, *calls[number], error) from error
     left = [number for number in range(len(calls)) if number not in futures]
-    while left:
-        began = time.monotonic()
-        try:
-            with timely(seconds, what):
-                while left:
-                    function, texts = calls[left[0]]
-                    call = getattr(recipe.task, function)
-                    found[left[0]] = call(own(recipe.c.TASK, group.item), texts)
-                    if time.monotonic() - began > seconds:  # the task has caught TooSlow
-                        raise TooSlow(what, seconds)
-                    left.pop(0)
-        except TooSlow:
-            if left:  # else the alarm rang after the last call
-                found[left[0]] = None
-                late.append(calls[left.pop(0)])
-        except BaseException as error:
-            raise call_mistake(recipe, group.item, function, texts, error) from error
+    began = time.monotonic()
+    try:
+        with timely(seconds, what):
+            while left:
+                function, texts = calls[left[0]]
+                answer = getattr(recipe.task, function)(own(recipe.c.TASK, group.item), texts)
+                if time.monotonic() - began > seconds:  # the task has caught TooSlow
+                    raise TooSlow(what, seconds)
+                found[left.pop(0)] = answer
+    except TooSlow:  # with nothing left, if the alarm rang after the last call
+        late += left
+    except BaseException as error:
+        raise call_mistake(recipe, group.item, function, texts, error) from error
     if late:
-        function, texts = late[0]
+        function, texts = calls[late[0]]
         say(
-            f"REWARD_TIMEOUT_SECONDS: {len(late)} of {len(calls)} calls took more than {seconds} s,"
-            f" and give no reward, as None: {function}({group.item!r:.200}, {texts!r:.200})"
+            f"REWARD_TIMEOUT_SECONDS: {what} took more than {seconds} s: {len(late)} of"
+            f" {len(calls)} calls count as None, from {function}() of {texts!r:.200} on"
         )
     return found
 

@@ -126,6 +126,8 @@ class Recipe:
         if weights is None:
             group = group_of(self, self.prompts[0].item, [""])
             (empty,) = values_of(self, group, begin_rewards(self, group))
+            if empty == {"reward": None}:
+                say('an empty completion has no reward: set REWARD_WEIGHTS if not all are "reward"')
             weights = dict.fromkeys(empty, 1.0)
         if c.REWARD_WEIGHTS == {}:  # rewards are only logged, and OUTCOME evaluated
             weights = dict.fromkeys(weights, 0.0)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -114,6 +114,22 @@ def test_a_step_that_can_not_be_prepared_was_not_begun(alone, monkeypatch):
     with pytest.raises(RunFailed):
         trainer.train(run)
     assert run.progress == before
+
+
+def test_the_place_in_the_data_moves_with_the_first_update_on_a_rollout(alone, monkeypatch):
+    """So that a run that fails in the second update goes on with the next prompts."""
+    made = iter([{}])
+    run = run_of(0, after=99)
+    run.c, run.laps = run.c.but(UPDATES_PER_ROLLOUT=2), []
+    run.folder = SimpleNamespace(log_samples=lambda *_: None, log=lambda *_: None)
+    for name in ("show", "check_update"):
+        monkeypatch.setattr(trainer, name, lambda *_: None)
+    monkeypatch.setattr(trainer, "samples_to_train", lambda *_: (["a sample"], "now"))
+    monkeypatch.setattr(trainer, "update", lambda *_: next(made))
+    with pytest.raises(StopIteration):
+        trainer.train_on(run, [], {"groups_sampled": 7}, [], 6, 99, None)
+    p = run.progress
+    assert (p.step, p.prompts, p.groups) == (4, 40 + 6, 9 + 7)
 
 
 def test_an_evaluation_that_fails_on_one_rank_ends_all(ranks):

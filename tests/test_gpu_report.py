@@ -1,10 +1,7 @@
 """Every part of the GPU's report runs, at its smallest; and the report is there however it ends."""
 
-import signal
-import subprocess
 import sys
 import tarfile
-import time
 
 import processes
 import psutil
@@ -46,31 +43,6 @@ def test_a_part_that_fails_or_hangs_is_a_section_and_not_the_end(tmp_path):
     assert packed(tmp_path) == {"gpu_report.md", *(f"{name}.log" for name in parts)}
     gpu_report.report(parts, tmp_path, 0)
     assert (tmp_path / "gpu_report.md").read_text().count("NOT RUN") == len(parts)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_a_report_that_is_killed_keeps_what_was_printed(number, tmp_path):
-    code = f"""
-import signal, sys
-from pathlib import Path
-from benchmarks import gpu_report
-gpu_report.listen()
-parts = {{"first": ({python(TABLE)}, 600), "second": ({python(SLEEP)}, 600), "third": ([], 60)}}
-gpu_report.report(parts, Path({str(tmp_path)!r}), 9)
-"""
-    process = subprocess.Popen(python(code), cwd=gpu_report.ROOT)
-    log, end = tmp_path / "gpu_report/second.log", time.monotonic() + 600
-    while not (log.exists() and "begun" in log.read_text()):
-        assert process.poll() is None and time.monotonic() < end
-        time.sleep(0.05)
-    children = psutil.Process(process.pid).children()
-    process.send_signal(number)
-    process.wait(600)
-    assert not psutil.wait_procs(children, timeout=60)[1]
-    text = (tmp_path / "gpu_report.md").read_text()
-    assert "| first | took" in text and "| second | NOT FINISHED" in text and "NOT RUN" in text
-    assert ("begun" in text) == (number != signal.SIGKILL) and "begun" in log.read_text()
-    assert {"gpu_report.md", "first.log"} <= packed(tmp_path)
 
 
 def test_settings_that_the_allocator_refuses_are_left_out_for_the_other_parts(

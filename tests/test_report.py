@@ -125,6 +125,6 @@ def test_steps_without_an_untruncated_completion_name_the_constant_that_trains_o
     metrics = {"completions/clipped_ratio": truncated, "groups_sampled": 3}
     report.log_idle(run, metrics, [None] * kept)
     assert "no completion had a reward" not in run.progress.idle_reason
-    report.log_idle(run, metrics | {"rewards/failed": 1}, [None] * kept)
+    report.log_idle(run, metrics | {"rewards/none": 1}, [None] * kept)
     assert "no completion had a reward: rewards() returned None" in run.progress.idle_reason
     assert ("train on them: MASK_TRUNCATED = False" in capsys.readouterr().out) == hint

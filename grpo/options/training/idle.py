@@ -21,9 +21,9 @@ def why_idle(recipe, metrics, groups):
     if metrics.get("tools/call_share") == 0:
         why += "; reply() never returned a text: does the model make no call"
         why += ", or is STOP_STRINGS wrong?" if c.STOP_STRINGS else "?"
-    if metrics.get("rewards/failed") == 1:
+    if metrics.get("rewards/none") == 1:
         why = (
             f"no completion had a reward: {' and '.join(functions_of(recipe.task))} returned"
-            " None for all of them, or failed; is a service that the task asks down?"
+            " None for all of them, or took too long; is a service that the task asks down?"
         )
     return why

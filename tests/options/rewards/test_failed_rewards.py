@@ -76,7 +76,7 @@ def test_a_slow_reward_counts_as_none_alone(monkeypatch, capsys):
     recipe = recipe_with(slow).others(REWARD_TIMEOUT_SECONDS=60)
     (group,) = sampled(FakeEngine(), recipe, prompts_of([MIXED]))
     assert [math.isnan(r["format"]) for r in rewards_of(group)] == [False, True]
-    assert "1 of 2 calls took more than 60 s" in capsys.readouterr().out
+    assert "took more than 60 s: 1 of 2 calls" in capsys.readouterr().out
 
 
 # --- Rewards that are awaited -----------------------------------------------------------
