@@ -85,7 +85,6 @@ UPDATES_PER_ROLLOUT = 1
 # --- Workers, and another reference ------------------------------------------------------
 PUBLISH_STEPS = 0  # workers get a new policy every N steps; more is staler; 0: no workers
 TRAINER = "http://127.0.0.1:59876"  # where rank 0 serves workers; other machines need GRPO_TOKEN
-TRAINER_SAMPLES = True  # True: ranks sample what workers have not sent; False: only workers do
 MAX_STALENESS = 4  # groups sampled more than N updates ago are dropped; more keeps older groups
 REFERENCE = None  # without a server: a reference model that has MODEL's tokenizer; None: MODEL
 
@@ -115,7 +114,7 @@ EVAL_QUESTIONS = 512  # uses the first N questions of the split; more are more p
 SAVE_STEPS = 100  # 0: never, and nothing is left of the run but its metrics and samples
 KEEP_CHECKPOINTS = 2  # the newest N, and RUN_DIR/best, of the best evaluation, are kept
 REPORT_TO = []  # "tensorboard" or "wandb", which get each step's metrics, too
-WAIT_LIMIT_SECONDS = 600  # the run ends after this long without the server or workers' groups
+WAIT_LIMIT_SECONDS = 600  # the run ends after this long without the server
 REWARD_TIMEOUT_SECONDS = 60  # a reward, of a group that takes longer, or a reply() counts as None
 # The run ends after N steps in a row with nothing to train, or with a gradient that is not finite.
 IDLE_LIMIT = 10
@@ -163,7 +162,7 @@ def sample_rollout(run):
     mine = theirs[dist.get_rank() :: dist.get_world_size()]  # each rank's reference scores a share
     for group in mine:
         run.reference.ask(group)
-    missing = max(0, c.PROMPTS_PER_STEP - len(theirs)) if c.TRAINER_SAMPLES else 0
+    missing = max(0, c.PROMPTS_PER_STEP - len(theirs))
     if missing:
         waits = ranks.all_or_none(clock.part("wait"))  # collective; follow: new weights for vLLM
         with waits, clock.part("sample"), run.sampler.follow(p.step):
@@ -400,8 +399,7 @@ def main(**given):
     resume.check_run_dir(c.RUN_DIR)
     tokenizer, recipe, server = prepare(c, needs_server=bool(c.REF_SERVER and c.KL_BETA))
     questions = load_questions(recipe, tokenizer)
-    waits = 1 if c.TRAINER_SAMPLES else c.PROMPTS_PER_STEP  # rank 0's, for workers' groups
-    ranks.join_ranks(waits * c.WAIT_LIMIT_SECONDS)  # collective
+    ranks.join_ranks(c.WAIT_LIMIT_SECONDS)  # collective
     resume.check_shared(c.RUN_DIR)  # collective
     _lock = dist.get_rank() == 0 and resume.lock_run(c.RUN_DIR)  # to the end
     run = start_run(c, tokenizer, recipe, questions, server, batch_loss)  # collective

@@ -22,7 +22,7 @@ KINDS = [  # (kind, constants)
     (NUMBER, """TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA IS_CAP WEIGHT_DECAY FINAL_LR
         MAX_GRAD_NORM"""),
     (POSITIVE, "VLLM_CACHE_GB"),
-    (FLAG, """MASK_TRUNCATED ADVANTAGE_STD UNBIASED_KL TRAINER_SAMPLES
+    (FLAG, """MASK_TRUNCATED ADVANTAGE_STD UNBIASED_KL
         FUSED_LOSS GRADIENT_CHECKPOINTING OFFLOAD_OPTIMIZER VLLM_SLEEP"""),
     (TEXT, "MODEL TASK RUN_DIR EVAL_SPLIT"),
     (list_of("strings, none of them empty", TEXT[1]), "STOP_TOKENS STOP_STRINGS"),
@@ -69,8 +69,6 @@ RELATIONS = [  # (constant, what it must be, whether it is), of constants of the
                                                              c.UPDATES_PER_ROLLOUT)),
     ("RATIO_LEVEL", "'token' with workers, unless DTYPE = 'float32': rounding alone is clipped",
      lambda c: c.RATIO_LEVEL == "token" or not c.PUBLISH_STEPS or c.DTYPE == "float32"),
-    ("TRAINER_SAMPLES", "True if PUBLISH_STEPS = 0, as there are no workers",
-     lambda c: c.TRAINER_SAMPLES or c.PUBLISH_STEPS > 0),
     ("REFERENCE", "None with a server, whose MODEL is the reference; or set REF_SERVER = None",
      lambda c: c.REF_SERVER is None or c.REFERENCE is None),
     ("REFERENCE", "None if KL_BETA = 0: it is unused", lambda c: c.KL_BETA > 0 or not c.REFERENCE),

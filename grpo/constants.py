@@ -195,6 +195,7 @@ GONE = {  # constants of earlier versions, and what there is instead
     "KEEP_BEST": "the best evaluation's checkpoint is always kept",
     "LR_SCHEDULE": "the decay to FINAL_LR is linear",
     "OVERLONG_TOKENS": "a task may subtract it from a reward (docs/experiments.md)",
+    "TRAINER_SAMPLES": "ranks sample what workers have not sent",
     "MAX_FAILED_REWARDS": "a task whose service fails returns None (CONTRIBUTING.md)",
 }
 

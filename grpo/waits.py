@@ -19,14 +19,11 @@ class Refused(SystemExit):
 
 class Wait:
     """The wait in a polling loop. Logs every 10 s what it waits for. Raises TooLong at its limit,
-    which counts from its creation or from moved()."""
+    which counts from its creation."""
 
     def __init__(self, what, limit_seconds=math.inf):
         self.what, self.limit = what, limit_seconds
         self.start = self.said = time.monotonic()
-
-    def moved(self):
-        self.start = time.monotonic()
 
     def sleep(self, why, pause=0.5):
         """Sleeps `pause` seconds; `why` is what is still missing. Raises TooLong at the limit, or

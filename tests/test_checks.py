@@ -24,7 +24,6 @@ WRONG = {
     "SKIP_FLAT_GROUPS": ["format"],
     "STOP_STRINGS": ["</answer>", [""]],
     "MAX_STALENESS": [-1],
-    "TRAINER_SAMPLES": [False],  # and nobody else may
     "REF_SERVER": ["127.0.0.1:59875", ""],
     "REPORT_TO": ["wandb", ["mlflow"], [None], None],
     "TRAINER": ["127.0.0.1:59876", "https://gpu01:59876", "http://gpu01", None],

@@ -141,7 +141,7 @@ def test_ranks_end_when_their_launcher_does(tiny, tmp_path, victim):
 def test_workers_come_and_go_and_find_a_trainer_that_resumes(tiny, tmp_path):
     """kill -9 of the first worker, with groups in hand, and of the trainer, a step after its
     checkpoint. A worker is fast here, and its groups are of the policy before the newest."""
-    preset = preset_of(tiny, tmp_path / "run", None, PUBLISH_STEPS=1, TRAINER_SAMPLES=False)
+    preset = preset_of(tiny, tmp_path / "run", None, PUBLISH_STEPS=1, TASK="slow")
     preset |= {"TRAINER": f"http://127.0.0.1:{free_port()}"}
     preset |= {"STEPS": 16, "SAVE_STEPS": 4, "EVAL_STEPS": 0}
     logs = {name: tmp_path / name for name in ("trainer", "first", "second", "misfit")}
@@ -155,7 +155,7 @@ def test_workers_come_and_go_and_find_a_trainer_that_resumes(tiny, tmp_path):
 
     first, misfit, killed = worker("first"), worker("misfit", GROUP_SIZE=3), trainer()
     wait_for(logs["first"], r"policy [1-9]: \d+ groups")
-    kill(first)  # and the trainer waits for another one, which might else come too late
+    kill(first)
     second = worker("second")
     wait_for(logs["second"], r"policy \d+: \d+ groups")
     wait_for_step(tmp_path / "run", 9, killed, logs["trainer"])
@@ -174,7 +174,7 @@ def test_workers_come_and_go_and_find_a_trainer_that_resumes(tiny, tmp_path):
     proofs = re.findall(r"log-probs differ from the trainer's by (\S+)", logs["second"].read_text())
     assert proofs and all(float(gap) < 1e-5 for gap in proofs)
     samplers = {r["sampler"] for r in records(tmp_path / "run", "samples.jsonl")}
-    assert samplers and "trainer" not in samplers
+    assert len(samplers) == 3 and "trainer" in samplers
     assert not (tmp_path / "run/.policy").exists()
 
 

@@ -53,7 +53,7 @@ def weights(version):
 @contextlib.contextmanager
 def serving(folder, *, outcomes=(MIXED,) * 9, run="run", trainer="http://127.0.0.1:0", **constants):
     """Runs rank 0's side in the block; -> it. Its `c.TRAINER` is where it serves."""
-    own = SIZES | {"TRAINER": trainer, "TRAINER_SAMPLES": False, "RUN_DIR": str(folder)}
+    own = SIZES | {"TRAINER": trainer, "RUN_DIR": str(folder)}
     recipe = a_recipe(prompts_of(outcomes), **own | constants)
     workers = Workers(recipe.c, recipe, Policy(), run)
     workers.proof = [5, 6], [3, 4, 5]  # what sample_proof would sample, once

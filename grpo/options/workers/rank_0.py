@@ -29,7 +29,6 @@ from grpo.options.workers.weights import trained_weights
 from grpo.proof import NOISE
 from grpo.rewards import total_of
 from grpo.rollout import tally
-from grpo.waits import Wait
 from grpo.wire import sha256_of, unpack_group
 
 MAX_GROUP_BYTES = 16 << 20  # of one group: 64 completions of 8192 tokens are 6 MB
@@ -157,28 +156,15 @@ class Workers:
             raise self.error
 
     def take(self, step):
-        """Returns at most PROMPTS_PER_STEP waiting groups, exactly that number if only workers
-        sample (TRAINER_SAMPLES), and all that are skipped. Drops and counts groups whose policy is
-        more than MAX_STALENESS updates old."""
-        groups, wait = [], Wait(f"workers' groups at {self.c.TRAINER}", self.c.WAIT_LIMIT_SECONDS)
-        while (missing := self.c.PROMPTS_PER_STEP - len(groups)) > 0:
-            with self.lock:
-                new = [self.groups.popleft() for _ in range(min(missing, len(self.groups)))]
-                flat = len(self.skipped)
-                workers = ", ".join(self.heard) or "none (is `grpo_ref_split.py worker` running?)"
-            fit = [g for g in new if step - self.c.MAX_STALENESS <= g.version]
-            self.dropped += len(new) - len(fit)
-            groups += fit
-            if new:
-                wait.moved()
-            elif self.c.TRAINER_SAMPLES:
-                break
-            elif self.error:  # no worker will ever find a policy
-                raise self.error
-            else:
-                why = f"{missing} groups are missing, {flat} of zero variance have arrived"
-                wait.sleep(f"{why}; active workers: {workers}", pause=0.05)
+        """Returns at most PROMPTS_PER_STEP waiting groups, and all that are skipped. Drops and
+        counts groups whose policy is more than MAX_STALENESS updates old."""
+        groups = []
         with self.lock:
+            while self.groups and len(groups) < self.c.PROMPTS_PER_STEP:
+                group = self.groups.popleft()
+                fits = step - self.c.MAX_STALENESS <= group.version
+                self.dropped += not fits
+                groups += [group] * fits
             groups += self.skipped
             self.skipped.clear()
         return groups

@@ -4,7 +4,6 @@ import json
 import math
 import threading
 from itertools import chain
-from types import SimpleNamespace
 
 import pytest
 import requests
@@ -17,7 +16,6 @@ from grpo.options.workers.shared_settings import settings_of
 from grpo.options.workers.worker import TrainerClient
 from grpo.proof import NOISE
 from grpo.sample import Sample
-from grpo.waits import TooLong
 from grpo.wire import sha256_of
 
 
@@ -211,7 +209,7 @@ def test_sequence_ratios_take_no_groups_of_a_sampler_with_rounding(tmp_path):
 # --- take() -----------------------------------------------------------------------------
 def test_groups_that_are_too_old_are_dropped_and_counted(tmp_path):
     """With MAX_STALENESS 2."""
-    with serving(tmp_path / "run", TRAINER_SAMPLES=True, PROMPTS_PER_STEP=9) as side:
+    with serving(tmp_path / "run", PROMPTS_PER_STEP=9) as side:
         publish(side, 9)
         for number in range(8):
             post(side, sample_of(side, number, version=number))
@@ -227,34 +225,12 @@ def test_groups_that_are_too_old_are_dropped_and_counted(tmp_path):
         assert [len(side.take(9)) for _ in range(2)] == [3, 1]  # what a step trains
 
 
-def test_what_comes_restarts_the_limit_and_silence_ends_the_run(side, monkeypatch, capsys):
-    """By a clock that passes only while rank 0 sleeps."""
-    publish(side, 0)
-    change(side, WAIT_LIMIT_SECONDS=400)
-    now, coming = [0.0], {250.0 * (1 + number): sample_of(side, number) for number in range(4)}
-
-    def sleep(seconds):  # a step of workers alone waits for all its groups
-        now[0] += 50
-        if body := coming.pop(now[0], None):
-            post(side, body)
-
-    monkeypatch.setattr("grpo.waits.time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    assert len(side.take(0)) == 4 and now == [1000.0]
-    asked(side, "somebody")
-    with pytest.raises(TooLong, match=f"{side.c.TRAINER}.*somebody"):
-        side.take(0)
-    assert 400 < now[0] - 1000 <= 500
-    assert "somebody" in capsys.readouterr().err
-
-
 def test_a_policy_that_can_not_be_written_ends_the_run_with_its_error(side, monkeypatch):
     def fail(*_):
         raise OSError("no space left")
 
     monkeypatch.setattr(workers_module.safetensors.torch, "save_file", fail)
     side.publish(0)
-    with pytest.raises(OSError):  # and not after the time limit
-        side.take(0)
     with pytest.raises(OSError):
         side.publish(1)
     side.error = None
