@@ -5,29 +5,23 @@ up after a time limit.
 """
 
 import os
-import socket
 import time
 
 import requests
-from requests.adapters import HTTPAdapter
 
 from grpo.waits import Refused, Wait
 
 # Errors of a call if no server runs, or if the server dies in the middle of its answer
 CUT_OFF = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError)
 AGAIN = (502, 503, 504)  # the server is full, or a proxy can't reach it: try again
-# A server may score for minutes, but a dead machine must be noticed. TCP probes it after 10 s of
-# silence and gives up 20 s later; higher numbers notice it later
-PROBES = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
-class Probing(HTTPAdapter):
-    def init_poolmanager(self, *args, **kwargs):
-        options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
-        for name, value in PROBES.items():
-            if hasattr(socket, name):  # macOS lacks TCP_KEEPIDLE
-                options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
-        super().init_poolmanager(*args, socket_options=options, **kwargs)
+def shared_token():
+    """Returns the secret GRPO_TOKEN, or None. Raises SystemExit if it can't travel in a header."""
+    token = os.environ.get("GRPO_TOKEN", "").strip()  # a file made by `echo` ends with a newline
+    if not (token.isascii() and token.isprintable()):
+        raise SystemExit("GRPO_TOKEN has characters other than printable ASCII: choose another one")
+    return token or None
 
 
 def text_of(reply):
@@ -47,15 +41,15 @@ class Client:
         self.session = requests.Session()
         self.session.trust_env = False  # no HTTP_PROXY: a proxy seldom knows a cluster's machines
         self.session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
-        for scheme in ("http://", "https://"):
-            self.session.mount(scheme, Probing())
-        if token := os.environ.get("GRPO_TOKEN"):
+        self.session.headers["Accept-Encoding"] = "identity"  # a proxy might compress log-probs
+        if token := shared_token():
             self.session.headers["Authorization"] = f"Bearer {token}"
 
     def call(self, method, path, *, timeout=10, expected=(), **request) -> requests.Response:
         """Calls a route. Raises Refused if the other side answers with an error status that is
         not `expected`, TooLong if it is unreachable or full for `wait_limit_seconds`."""
         url, wait = self.url + path, None
+        request |= {"allow_redirects": False}  # the token is for this address
         while True:
             began = time.monotonic()
             try:
@@ -65,7 +59,7 @@ class Client:
                 why = f"no answer ({cause!s:.200}); is `{self.command}` running?"
                 silent = isinstance(error, requests.ReadTimeout)  # no answer since it was sent
             else:
-                if reply.ok or reply.status_code in expected:
+                if reply.status_code < 300 or reply.status_code in expected:
                     return reply
                 if reply.status_code not in AGAIN:
                     remedy = f"; raise {self.limit_of_body}" if reply.status_code == 413 else ""

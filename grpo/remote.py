@@ -30,7 +30,7 @@ class RemoteReference:
     part = "wait"
 
     def __init__(self, server, c, policy):
-        self.server, self.info = server, server.info
+        self.server, self.info, self.temperature = server, server.info, c.TEMPERATURE
         if (bits := self.info.get("bits", 16)) != c.BASE_BITS:  # another model, by its log-probs
             self.info = self.info | {"model": f"{self.info['model']} in {bits} bits"}
         self.what = f"{self.info['model']} at {server.url}"
@@ -58,7 +58,8 @@ class RemoteReference:
                 tokens += len(request[-1][0].prompt) + len(request[-1][0].ids)
             groups, answers = zip(*request, strict=True)
             try:
-                for answer, logps in zip(answers, self.server.score(groups), strict=True):
+                found = self.server.score(groups, self.temperature)
+                for answer, logps in zip(answers, found, strict=True):
                     answer.set_result(logps)
             except (Exception, SystemExit) as error:  # noqa: BLE001 (raised in the main thread)
                 for answer in answers:
@@ -89,7 +90,7 @@ class ReferenceClient(Client):
             why = f"it answered /info with {text_of(reply)}" if reply else error
             raise SystemExit(f"REF_SERVER = {self.url!r} can't be used: {why}") from error
         where = f"{info.get('model')} at {self.url}"
-        check_facts(info, facts_of(tokenizer, c.TEMPERATURE), where, c.MODEL)
+        check_facts(info, facts_of(tokenizer), where, c.MODEL)
         longest = c.MAX_PROMPT_TOKENS + c.MAX_COMPLETION_TOKENS
         if longest > (info.get("context") or longest):
             raise SystemExit(
@@ -117,10 +118,11 @@ class ReferenceClient(Client):
                     f"\n    python grpo_ref_split.py {arguments}"
                 )
 
-    def score(self, groups):
+    def score(self, groups, temperature):
         """Returns the reference's log-probs (N,) of each group."""
-        body, patience = pack_ids(groups), {"wait": self.limit}
-        reply = self.call("POST", "/score", data=body, params=patience, timeout=self.limit + 30)
+        how = {"wait": self.limit, "temperature": temperature}
+        request = {"data": pack_ids(groups), "params": how, "timeout": self.limit + 30}
+        reply = self.call("POST", "/score", **request)
         now = json.loads(reply.headers.get("X-Info", "null"))
         if what_counts(now) != what_counts(self.info):
             raise Refused(

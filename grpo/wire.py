@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from grpo.models import vocab_size_of
 from grpo.sample import Group, Sample
 
-PROTOCOL = 6  # trainer, server and workers need the same; raise it if routes or blobs change
+PROTOCOL = 7  # trainer, server and workers need the same; raise it if routes or blobs change
 
 KINDS = ("prompt", "completion")
 IDS = [f"{kind}_{what}" for kind in KINDS for what in ("ids", "lengths")] + ["group_sizes"]
@@ -193,11 +193,10 @@ def sha256_of(path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def facts_of(tokenizer, temperature):
+def facts_of(tokenizer):
     """Returns the facts, by name, that must be equal on trainer, server and workers."""
     vocab = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
-    facts = {"protocol": PROTOCOL, "temperature": temperature}
-    facts |= {"vocab_size": vocab_size_of(tokenizer)}
+    facts = {"protocol": PROTOCOL, "vocab_size": vocab_size_of(tokenizer)}
     return facts | {"tokenizer": hashlib.sha256(vocab).hexdigest()[:16]}
 
 
@@ -208,6 +207,6 @@ def check_facts(facts, mine, reference, policy):
     if wrong:
         raise SystemExit(
             f"the reference {reference} does not fit the policy {policy}: it has"
-            f" {', '.join(wrong)}. Both sides need the same TEMPERATURE, models with the same"
-            " tokenizer, and the same version of this code"
+            f" {', '.join(wrong)}. Both sides need models with the same tokenizer, and the same"
+            " version of this code"
         )

@@ -86,9 +86,9 @@ def test_a_failure_is_asked_again_and_leaves_no_trace(failures, no_pause):
         "a proxy's": reply(502, b""),
     }[failures]
     client, server = a_client(first, first, answer([group]))
-    (logps,) = client.score([group])
+    (logps,) = client.score([group], 0.5)
     assert logps.shape == (6,) and len(server.requests) == 3
-    assert b"/score?wait=20 " in server.requests[0] == server.requests[2]
+    assert b"/score?wait=20&temperature=0.5 " in server.requests[0] == server.requests[2]
 
 
 # --- What is refused --------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_a_refusal_is_raised_at_once_with_its_reason():
     """simple_GRPO's bare `except: return None` on the network made any error look like no data."""
     client, _ = a_client(reply(400, b'{"error": "token ids must lie in 0..394"}'))
     with pytest.raises(Refused, match=r"400.*token ids must lie"):
-        client.score([make_group()])
+        client.score([make_group()], 1.0)
 
 
 HASHED = INFO | {"weights": "a"}
@@ -112,16 +112,16 @@ def test_a_server_that_came_back_with_another_model_is_refused(before, now, refu
     client, _ = a_client(b"", answer([group], info=now))
     client.info = before
     with pytest.raises(Refused, match="theirs") if refused else contextlib.nullcontext():
-        assert client.score([group])
+        assert client.score([group], 1.0)
 
 
 def test_a_reference_that_does_not_fit_is_refused_with_what_differs(tokenizer):
-    """Log-probs of other ids, or at another temperature, would be finite numbers too."""
-    info = facts_of(tokenizer, 1.0) | INFO
+    """Log-probs of other ids would be finite numbers too."""
+    info = facts_of(tokenizer) | INFO
     client, _ = a_client(reply(200, json.dumps(info).encode()))
     client.check(OURS, tokenizer)
     assert client.info == info
-    for name in ("tokenizer", "vocab_size", "temperature", "protocol"):
+    for name in ("tokenizer", "vocab_size", "protocol"):
         client, _ = a_client(reply(200, json.dumps(info | {name: 0.25}).encode()))
         with pytest.raises(SystemExit, match=f"{name} 0.25"):
             client.check(OURS, tokenizer)
@@ -154,7 +154,7 @@ def test_another_server_no_server_and_a_wrong_token_end_before_anything_starts(t
 
 # --- What travels -----------------------------------------------------------------------
 def test_the_token_travels_and_no_proxy_is_asked(monkeypatch):
-    monkeypatch.setenv("GRPO_TOKEN", "secret")
+    monkeypatch.setenv("GRPO_TOKEN", " secret\n")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody there
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)

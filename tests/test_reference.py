@@ -119,7 +119,7 @@ class FakeServer:
     def __init__(self):
         self.asked, self.gate, self.fault = [], threading.Semaphore(0), None
 
-    def score(self, groups):
+    def score(self, groups, temperature):
         self.asked.append(len(groups))
         self.gate.acquire()
         if self.fault:

@@ -1,8 +1,7 @@
-"""ref_server.py: the app as a function, its queue, its scores, and a real socket."""
+"""ref_server.py: the app as a function, its scores, and a real socket."""
 
 import contextlib
 import json
-import queue
 import re
 import socket
 import sys
@@ -23,18 +22,17 @@ from grpo.models import weights_of
 from grpo.options.workers.gate import listen
 from grpo.remote import ReferenceClient
 from grpo.wire import facts_of, pack_ids, unpack_ids, unpack_logps
-from ref_server import Reference, Request, answer_all, make_app, take
+from ref_server import Reference, make_app
 
 INFO = {"model": "theirs", "dtype": "float32"}
 THREADS = 8
 
 
-def fake_score(requests):
-    """-> the ids as log-probs; an id of 13 can't be scored."""
-    ids = [request.tensors["completion_ids"] for request in requests]
-    if any(13 in part for part in ids):
+def fake_score(tensors, temperature):
+    """-> the ids by the temperature as log-probs; an id of 13 can't be scored."""
+    if 13 in (ids := tensors["completion_ids"]):
         raise RuntimeError("an unlucky number")
-    return [-part.float() for part in ids]
+    return -ids.float() / temperature
 
 
 def ids_group(*ids):
@@ -43,70 +41,43 @@ def ids_group(*ids):
     return group
 
 
-def a_request(*groups):
-    return Request(unpack_ids(pack_ids(groups), **LIMITS))
+def tensors_of(*groups):
+    return unpack_ids(pack_ids(groups), **LIMITS)
 
 
 @pytest.fixture
-def server():
-    """-> (app, queue) of a server whose main thread is a thread here."""
-    waiting, end = queue.SimpleQueue(), threading.Event()
-
-    def score():
-        while not end.is_set():
-            if requests := take(waiting, 100):
-                answer_all(requests, fake_score)
-
-    thread = in_background(score)
-    yield make_app(waiting, INFO, LIMITS, THREADS, None), waiting
-    end.set()
-    waiting.put(a_request(ids_group(1)))  # `take` waits for one
-    thread.join()
+def app():
+    return make_app(fake_score, INFO, LIMITS, THREADS, None)
 
 
-def score_of(app, *groups, query="wait=100"):
+def score_of(app, *groups, query="wait=100&temperature=1"):
     return call(app, "POST", "/score", pack_ids(groups), QUERY_STRING=query)
 
 
 # --- Routes -----------------------------------------------------------------------------
-def test_ids_go_in_and_log_probs_come_out_with_the_name_of_their_model(server):
+def test_ids_go_in_and_log_probs_come_out_with_the_name_of_their_model(app):
     groups = [ids_group(1, 2, 3), ids_group(4)]
-    status, headers, body = score_of(server[0], *groups)
+    status, headers, body = score_of(app, *groups, query="wait=100&temperature=0.5")
     assert status == 200 and json.loads(headers["X-Info"]) == INFO
-    assert [part.tolist() for part in unpack_logps(body, groups)] == [[-1, -2, -3], [-4]]
-    assert json.loads(call(server[0], "GET", "/info")[2]) == INFO
+    assert [part.tolist() for part in unpack_logps(body, groups)] == [[-2, -4, -6], [-8]]
+    assert json.loads(call(app, "GET", "/info")[2]) == INFO
 
 
-def test_what_is_malformed_is_the_clients_fault(server):
+def test_what_is_malformed_is_the_clients_fault(app):
     for _ in range(2 * THREADS):  # each gives its place back
-        refused(score_of(server[0], ids_group(VOCAB)), 400)
-    refused(score_of(server[0], make_group([300])), 400)  # longer than the model's context
+        refused(score_of(app, ids_group(VOCAB)), 400)
+    refused(score_of(app, make_group([300])), 400)  # longer than the model's context
     for wait in ("soon", "", "1e999", "-1e999", "nan", "-1", "1e300"):
-        assert refused(score_of(server[0], make_group(), query=f"wait={wait}"), 400)
-    assert "completion_lengths" in refused(score_of(server[0], make_group((1, 0))), 400)
+        assert refused(score_of(app, make_group(), query=f"wait={wait}&temperature=1"), 400)
+    for temperature in ("hot", "", "inf", "nan", "-1", "0"):
+        query = f"wait=1&temperature={temperature}"
+        assert refused(score_of(app, make_group(), query=query), 400)
+    assert "completion_lengths" in refused(score_of(app, make_group((1, 0))), 400)
 
 
-def test_one_poisoned_request_fails_alone(server, capfd):
-    requests = [a_request(group) for group in (ids_group(1), ids_group(2, 13), ids_group(3))]
-    answer_all(requests, fake_score)
-    assert requests[0].answer.result().tolist() == [-1]
-    assert requests[2].answer.result().tolist() == [-3]
-    with pytest.raises(RuntimeError, match="unlucky"):
-        requests[1].answer.result()
-    assert "Traceback" in capfd.readouterr().err
-    assert "unlucky" in refused(score_of(server[0], ids_group(13)), 500)  # its sender hears why
-    assert score_of(server[0], ids_group(1))[0] == 200
-
-
-def test_a_device_that_is_broken_ends_the_process(monkeypatch):
-    monkeypatch.setattr(ref_server, "accelerator", lambda: "cuda")
-
-    def broken():
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(torch.accelerator, "synchronize", broken)
-    with pytest.raises(RuntimeError, match="illegal"):
-        answer_all([a_request(ids_group(13))], fake_score)
+def test_a_request_that_can_not_be_scored_fails_alone(app):
+    assert "unlucky" in refused(score_of(app, ids_group(13)), 500)  # its sender hears why
+    assert score_of(app, ids_group(1))[0] == 200
 
 
 # --- Scores -----------------------------------------------------------------------------
@@ -124,11 +95,10 @@ def test_scores_are_the_models_own_log_probs(reference, tiny):
     """Whatever is scored together: in float32 by rounding alone, 1e-5 at most."""
     policy, last = tiny_policy(tiny), make_group((20, 2), seed=7)
     groups = [make_group((3, 1, 9), seed=i, prompt=5 - i) for i in (0, 3)]
-    requests = [a_request(*groups), a_request(last)]
-    for logps, own in zip(reference.score(requests), (groups, [last]), strict=True):
+    for own in (groups, [last]):
         right = torch.cat([expected(policy, group) for group in own])
-        assert torch.allclose(logps, right, atol=2e-5)
-    facts = facts_of(policy.tokenizer, 1.0)
+        assert torch.allclose(reference.score(tensors_of(*own), 1.0), right, atol=2e-5)
+    facts = facts_of(policy.tokenizer)
     assert reference.info == facts | {
         "model": str(tiny),
         "dtype": "float32",
@@ -152,55 +122,66 @@ def test_a_batch_that_does_not_fit_is_halved(reference, tiny, monkeypatch):
 
     monkeypatch.setattr(scoring, "score_batch", small)
     most, group = 1, make_group((3, 1, 2, 4))
-    (logps,) = reference.score([a_request(group)])
+    logps = reference.score(tensors_of(group), 1.0)
     assert sorted(sizes) == [1, 1, 1, 1, 2, 2, 4]
     assert torch.allclose(logps, expected(tiny_policy(tiny), group), atol=2e-5)
-    most, request = 0, a_request(group)
-    answer_all([request], reference.score)
+    most = 0
     with pytest.raises(RuntimeError, match="OutOfMemoryError"):
-        request.answer.result()
+        reference.score(tensors_of(group), 1.0)
 
 
 def test_log_probs_that_are_not_finite_are_never_sent(reference):
     with torch.no_grad():
         reference.model.model.model.norm.weight.fill_(torch.nan)
-    answer_all([request := a_request(make_group())], reference.score)
     with pytest.raises(RuntimeError, match="finite"):
-        request.answer.result()
+        reference.score(tensors_of(make_group()), 1.0)
 
 
-# --- The queue, and a socket --------------------------------------------------------------
-def test_requests_are_taken_in_their_order_up_to_a_length_without_those_cancelled():
-    waiting, requests = queue.SimpleQueue(), [a_request(make_group((5,))) for _ in range(5)]
-    for request in requests:
-        waiting.put(request)
-    requests[1].answer.cancel()
-    assert take(waiting, 10) == [requests[0], requests[2]]
-    assert take(waiting, 11) == requests[3:] and take(waiting, 1) == []
-    assert not requests[0].answer.cancel()  # it is being answered
+def test_a_device_that_is_broken_ends_the_process(reference, monkeypatch, capfd):
+    def broken(*_, **__):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(ref_server, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(ref_server, "score_groups", broken)
+    monkeypatch.setattr(torch.accelerator, "synchronize", broken)
+    monkeypatch.setattr("grpo.stop.os._exit", sys.exit)
+    with pytest.raises(SystemExit, match="1"):
+        reference.score(tensors_of(make_group()), 1.0)
+    assert "the device is broken: CUDA error: an illegal" in capfd.readouterr().err
 
 
+# --- A socket --------------------------------------------------------------------------
 def test_a_full_server_says_so_and_still_answers_health():
-    """Of 8 threads 4 wait for answers; nobody scores until the others are refused."""
-    waiting, group = queue.SimpleQueue(), make_group()
-    http = listen(make_app(waiting, INFO, LIMITS, THREADS, None), "127.0.0.1", 0, 8, 10**6)
+    """Of 8 threads 4 wait for answers; the first request is scored once others were refused."""
+    scored, begun, go = [], threading.Event(), threading.Event()
+
+    def score(tensors, temperature):
+        begun.set()
+        go.wait()
+        scored.append(temperature)
+        return fake_score(tensors, temperature)
+
+    group = make_group()
+    http = listen(make_app(score, INFO, LIMITS, THREADS, None), "127.0.0.1", 0, 8, 10**6)
     in_background(http.run)
     url = f"http://127.0.0.1:{http.effective_port}"
 
-    def post(seconds=60):
-        return requests.post(f"{url}/score?wait={seconds}", pack_ids([group]), timeout=60)
+    def post(number, seconds=60):
+        where = f"{url}/score?wait={seconds}&temperature={number}"
+        return requests.post(where, pack_ids([group]), timeout=60)
 
-    late = post(0)
-    assert late.status_code == 503 and take(waiting, 1) == []  # it was cancelled
     with ThreadPoolExecutor(4) as pool:
-        replies = [pool.submit(post) for _ in range(4)]
-        while waiting.qsize() < 4:
-            time.sleep(0.01)
-        assert post().status_code == 503
+        replies = [pool.submit(post, 1)]
+        begun.wait()
+        assert post(5, 0).status_code == 503  # and it is not scored later
+        replies += [pool.submit(post, number) for number in (2, 3, 4)]
+        time.sleep(1)  # until they have arrived
+        assert "4 requests wait" in post(5).text
         assert ReferenceClient(url, 5).call("GET", "/health").ok
-        answer_all(take(waiting, 10**6), fake_score)
+        go.set()
         assert [reply.result().status_code for reply in replies] == [200] * 4
-    assert requests.post(f"{url}/score?wait=1", b"x" * (10**6 + 1), timeout=60).status_code == 413
+    assert scored[0] == 1 and sorted(scored) == [1, 2, 3, 4]
+    assert requests.post(f"{url}/score", b"x" * (10**6 + 1), timeout=60).status_code == 413
     http.stop()
 
 
@@ -211,7 +192,7 @@ ref_server.main(PORT=0)
 """
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
 def test_a_server_that_a_signal_ends_says_so_also_while_it_loads(name, tmp_path):
     (tmp_path / "loads.py").write_text(LOADS)
     process = start([sys.executable, tmp_path / "loads.py", name], tmp_path / "log")

@@ -157,16 +157,16 @@ def test_a_group_without_a_part_or_of_another_type_is_refused(wrong):
 
 def test_a_group_of_another_version_is_told_to_update_whatever_its_tensors_are():
     body = safetensors.torch.save({"own": torch.ones(1)}, {"grpo": json.dumps({"protocol": 4})})
-    with pytest.raises(ValueError, match="protocol must be 6: update the older side"):
+    with pytest.raises(ValueError, match="protocol must be 7: update the older side"):
         unpack_group(body)
 
 
 # --- Tokenizers -------------------------------------------------------------------------
 def test_facts_tell_tokenizers_apart(tiny):
     tokenizer = AutoTokenizer.from_pretrained(tiny)
-    facts = facts_of(tokenizer, 0.5)
-    assert facts["vocab_size"] == VOCAB == len(tokenizer) and facts["temperature"] == 0.5
-    assert facts == facts_of(AutoTokenizer.from_pretrained(tiny), 0.5)
+    facts = facts_of(tokenizer)
+    assert facts["vocab_size"] == VOCAB == len(tokenizer)
+    assert facts == facts_of(AutoTokenizer.from_pretrained(tiny))
     tokenizer.add_tokens(["<new>"])
-    assert facts_of(tokenizer, 0.5)["tokenizer"] != facts["tokenizer"]
-    assert facts_of(tokenizer, 0.5)["vocab_size"] == VOCAB + 1
+    assert facts_of(tokenizer)["tokenizer"] != facts["tokenizer"]
+    assert facts_of(tokenizer)["vocab_size"] == VOCAB + 1

@@ -9,7 +9,7 @@ def load_teacher(c, policy):
     """Returns (what it is, the frozen model REFERENCE, its name, which is never MODEL's). Raises
     SystemExit if its tokenizer, embeddings or context do not fit."""
     teacher = load_tokenizer(c.REFERENCE, "REFERENCE")
-    facts, mine = (facts_of(t, c.TEMPERATURE) for t in (teacher, policy.tokenizer))
+    facts, mine = (facts_of(t) for t in (teacher, policy.tokenizer))
     check_facts(facts, mine, f"REFERENCE = {c.REFERENCE!r}", c.MODEL)
     loaded = load_policy(c.REFERENCE, teacher, c.DTYPE)
     check_context(c, loaded.model.config, "REFERENCE")

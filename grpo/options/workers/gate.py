@@ -11,15 +11,15 @@ token, 404, 405, and 503 if the server is full, after which clients try again.
 import contextlib
 import hmac
 import json
-import os
+import resource
 import sys
 import threading
 from urllib.parse import urlsplit
 
 import bottle
-from waitress.channel import HTTPChannel
-from waitress.parser import HTTPRequestParser
 from waitress.server import TcpWSGIServer
+
+from grpo.client import shared_token
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -93,24 +93,7 @@ class Gate(bottle.Bottle):
         return json.dumps({"error": reason[:1000]})
 
 
-class Parser(HTTPRequestParser):
-    def parse_header(self, header_plus):
-        super().parse_header(header_plus)
-        token = self.adj.token
-        if token and not has_token(self.headers.get("AUTHORIZATION"), token):
-            # Its body is not read: those of strangers could fill the memory. The app refuses it
-            self.body_rcv, self.chunked, self.content_length = None, False, 0
-            self.expect_continue = False
-            self.headers["CONNECTION"] = "close"
-
-
-class Channel(HTTPChannel):
-    parser_class = Parser
-
-
 class Server(TcpWSGIServer):
-    channel_class = Channel
-
     def stop(self):
         """Stops serving, and frees the address."""
         closed = threading.Event()
@@ -144,7 +127,7 @@ def is_local(host):
 def token_for(host, constant):
     """Returns GRPO_TOKEN or None. Raises SystemExit if it is missing and other machines can reach
     the host."""
-    token = os.environ.get("GRPO_TOKEN")
+    token = shared_token()
     if host not in LOCAL and not token:
         sys.exit(
             f"{constant} = {host!r} can be reached from other machines: set the"
@@ -164,8 +147,9 @@ def url_of(host, port):
 
 def listen(app, host, port, threads, max_body_bytes):
     """Returns the HTTP server; run() serves. Raises SystemExit if the address can't be used."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        server = Server(
+        return Server(
             app,
             host=host,
             port=port,
@@ -173,11 +157,9 @@ def listen(app, host, port, threads, max_body_bytes):
             inbuf_overflow=64 << 20,  # bodies stay in memory
             outbuf_overflow=64 << 20,  # answers too
             recv_bytes=65_536,  # bytes read from a socket before the next one is read
-            connection_limit=1000,  # a rank keeps its connection
+            connection_limit=min(1000, files // 2),  # a rank keeps its connection
             asyncore_use_poll=True,  # select() ends at 1024 files
             max_request_body_size=max_body_bytes + 1,  # refuses from this many bytes on
         )
     except (OSError, ValueError) as error:
         sys.exit(f"can't listen at {url_of(host, port)} ({error}): is the port in use?")
-    server.adj.token = app.token
-    return server
