@@ -15,8 +15,8 @@ algorithm 1 and names its lines (docs/loss.md); the paper's step is a rollout he
   - Every mean is taken over the whole step, all ranks and micro-batches, never over a micro-batch.
   - We do not copy the old policy (line 6). The first update on a rollout uses its own log-probs as
     old log-probs, so the ratio is exactly 1. If a worker sampled any group, it uses the sampler's.
-  - Groups that are all right or all wrong ("flat") are skipped (SKIP_FLAT_GROUPS;
-    DAPO, 2503.14476, sec. 3.2). They say nothing about correctness, only about other rewards.
+  - Groups whose total rewards are all equal ("flat") are skipped (SKIP_FLAT_GROUPS; DAPO,
+    2503.14476, sec. 3.2): their advantages are 0.
 
 Symbols: G completions per prompt, P prompt tokens, T completion tokens, B sequences (a prompt and
 one completion each) per micro-batch, N their completion tokens, V ids of the tokenizer, V' rows of
@@ -53,9 +53,7 @@ SAMPLER = "torch"  # or "vllm", in ranks and workers (pip install -e .[vllm]; do
 VLLM_CACHE_GB = 10.0  # GPU memory of vLLM's KV cache; more lets it sample more at once
 VLLM_SLEEP = False  # True: vLLM frees its GPU memory whenever there is nothing to sample
 MASK_TRUNCATED = False  # True: truncated completions are not trained, but count in group means
-# Skips flat groups, whose completions all have the same OUTCOME ("outcome") or the same total
-# reward ("reward"). False: trains on every group.
-SKIP_FLAT_GROUPS = "outcome"
+SKIP_FLAT_GROUPS = True  # True: groups whose total rewards are all equal are not trained
 CHAT_TEMPLATE = {}  # options of the model's chat template, such as {"enable_thinking": False}
 OUTCOME = None  # name of the reward that decides correctness: above 0 is correct; None: the task's
 REWARD_WEIGHTS = None  # {reward: weight} (reward_weights); None: the task's; {}: only the KL trains

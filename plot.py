@@ -25,7 +25,7 @@ CURVES = {  # title: the metrics that share its axes
     "KL to the reference (nats a token)": ["kl"],
     "completion length (tokens)": ["completions/mean_length"],
     "truncated completions (share)": ["completions/clipped_ratio"],
-    "zero-variance groups (share)": ["frac_outcome_zero_std"],
+    "zero-variance groups (share)": ["frac_reward_zero_std"],
     "entropy (nats a token)": ["entropy"],
     "gradient norm": ["grad_norm"],
     "mismatch to the sampler (nats)": ["sampling/sampling_logp_difference/mean"],

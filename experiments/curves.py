@@ -17,7 +17,7 @@ from experiments.runs import HACKABLE, ROOT, Case, made_by, records_of, save_pic
 RUNS, PICTURES = ROOT / "runs/curves", ROOT / "docs/curves"
 TABLES = ROOT / "benchmarks/results/curves.md"
 SEED = 0
-FORMAT = {"REWARD_WEIGHTS": {"correctness": 0.0, "format": 1.0}, "SKIP_FLAT_GROUPS": "reward"}
+FORMAT = {"REWARD_WEIGHTS": {"correctness": 0.0, "format": 1.0}}
 
 COMMON = {"PROMPTS_PER_STEP": 16}
 CASES = {

@@ -59,7 +59,6 @@ CASES = {
     "hacked02": Case(HACKABLE | {"KL_BETA": 0.2}, "beta 0.2, hackable reward"),
     "centred": Case({"ADVANTAGE_STD": False}, "without std"),
     **{f"group{size}": Case(groups_of(size), f"G = {size}") for size in (2, 4, 16, 32)},
-    "flat_reward": Case({"SKIP_FLAT_GROUPS": "reward"}, "of equal rewards"),
     "flat_kept": Case({"SKIP_FLAT_GROUPS": False}, "none"),
     "rambles": Case({}, "trained", "rambler"),
     "rambles_masked": Case({"MASK_TRUNCATED": True}, "masked", "rambler"),

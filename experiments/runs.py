@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs/experiments"
 SEEDS = range(5)
-HACKABLE = {"TASK": str(ROOT / "experiments/hackable.py"), "SKIP_FLAT_GROUPS": "reward"}
+HACKABLE = {"TASK": str(ROOT / "experiments/hackable.py")}
 HACKABLE |= {"MASK_TRUNCATED": True}  # as in the first runs, so that runs compare
 
 

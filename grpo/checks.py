@@ -22,7 +22,7 @@ KINDS = [  # (kind, constants)
     (NUMBER, """TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA IS_CAP WEIGHT_DECAY FINAL_LR
         MAX_GRAD_NORM"""),
     (POSITIVE, "VLLM_CACHE_GB"),
-    (FLAG, """MASK_TRUNCATED ADVANTAGE_STD UNBIASED_KL
+    (FLAG, """MASK_TRUNCATED ADVANTAGE_STD UNBIASED_KL SKIP_FLAT_GROUPS
         FUSED_LOSS GRADIENT_CHECKPOINTING OFFLOAD_OPTIMIZER VLLM_SLEEP"""),
     (TEXT, "MODEL TASK RUN_DIR EVAL_SPLIT"),
     (list_of("strings, none of them empty", TEXT[1]), "STOP_TOKENS STOP_STRINGS"),
@@ -32,7 +32,6 @@ KINDS = [  # (kind, constants)
     (one_of("clip", "cispo"), "OBJECTIVE"),  # OBJECTIVES there
     (one_of("token", "sequence"), "RATIO_LEVEL"),
     (one_of("torch", "vllm"), "SAMPLER"),
-    (one_of("outcome", "reward", False), "SKIP_FLAT_GROUPS"),
     (or_(None, TEXT), "OUTCOME REFERENCE"),
     (or_(None, dict_of("numbers", constants.real)), "REWARD_WEIGHTS"),
     (dict_of("options", lambda option: True), "CHAT_TEMPLATE"),

@@ -100,20 +100,17 @@ def tally(recipe, group):
     """Returns {name: number} of a group; tallies are added up. Each reward adds "reward_NAME" (the
     sum of the reward), "square_NAME" (the sum of its squares) and "applicable_NAME" (the number of
     completions)."""
-    samples, skip = group.samples, recipe.c.SKIP_FLAT_GROUPS
+    samples = group.samples
     applicable = {name: applying(s.rewards[name] for s in samples) for name in recipe.weights}
     outcomes, totals = applicable[recipe.outcome], applying(s.total for s in samples)
-    # If the outcome applies to fewer than two completions, we compare the total rewards
-    by_reward = int(is_flat(totals))
-    by_outcome = int(is_flat(outcomes)) if outcomes[1:] else by_reward
+    flat = int(is_flat(totals))
     sums = {f"reward_{name}": sum(values) for name, values in applicable.items()}
     sums |= {f"square_{name}": sum(v * v for v in values) for name, values in applicable.items()}
     sums |= {f"applicable_{name}": len(values) for name, values in applicable.items()}
     return sums | {
         "groups": 1,
-        "skipped": {"reward": by_reward, "outcome": by_outcome}.get(skip, 0),
-        "flat_outcome": by_outcome,
-        "flat_reward": by_reward,
+        "skipped": flat * recipe.c.SKIP_FLAT_GROUPS,
+        "flat": flat,
         "completions": len(samples),
         "tokens": sum(s.length for s in samples),
         "truncated": sum(s.truncated for s in samples),

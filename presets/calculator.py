@@ -9,7 +9,6 @@ RUN_DIR = "runs/demo_tools/calculator"
 REF_SERVER = None
 KL_BETA = 0.0
 STOP_STRINGS = ["</think>"]
-SKIP_FLAT_GROUPS = "reward"
 FINAL_LR = 1.0
 STEPS = 40
 EVAL_STEPS = 10

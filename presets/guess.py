@@ -12,7 +12,6 @@ GROUP_SIZE = 32
 PROMPTS_PER_STEP = 7
 SAMPLE_BATCH = 448  # these completions are short, so all are sampled at once
 MAX_COMPLETION_TOKENS = 72
-SKIP_FLAT_GROUPS = "reward"
 LEARNING_RATE = 1e-3
 FINAL_LR = 1.0
 STEPS = 60

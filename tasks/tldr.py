@@ -1,6 +1,6 @@
 """TL;DR: summaries of Reddit posts, rewarded for their length alone, as in TRL's first example.
 
-    python grpo_ref_split.py TASK=tldr SKIP_FLAT_GROUPS=reward    # at first few are near
+    python grpo_ref_split.py TASK=tldr
 
 Nothing reads the summary: a run learns its length and nothing else, and shows that a set-up works.
 """

@@ -46,8 +46,8 @@ def tally_of(recipe, group):
 NAMES = {"correctness": 2.0, "format": 1.0}
 GSIZE = 2  # of the groups of a FakeEngine
 MIXED = [(1.0, -1.0), (-1.0, -1.0)]
-ALL_WRONG = [(-1.0, 1.25), (-1.0, -1.0)]  # differs in format alone
-ALL_RIGHT = [(1.0, 1.25), (1.0, -1.0)]
+ALL_WRONG = [(-1.0, 1.25), (-1.0, 1.25)]
+ALL_RIGHT = [(1.0, 1.25), (1.0, 1.25)]
 
 
 CONSTANTS = {  # of a small run

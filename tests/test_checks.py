@@ -21,7 +21,7 @@ WRONG = {
     "EVAL_STEPS": [2.5],
     "MICRO_BATCH_TOKENS": [0],
     "SAMPLE_BATCH": [4],
-    "SKIP_FLAT_GROUPS": ["format"],
+    "SKIP_FLAT_GROUPS": ["outcome"],
     "STOP_STRINGS": ["</answer>", [""]],
     "MAX_STALENESS": [-1],
     "REF_SERVER": ["127.0.0.1:59875", ""],
@@ -76,8 +76,8 @@ def test_without_rewards_a_teacher_needs_no_group_but_all_of_them():
     alone = {"REWARD_WEIGHTS": {}, "SKIP_FLAT_GROUPS": False, "GROUP_SIZE": 1}
     check(**alone)
     check(**alone, OUTCOME="right")  # evaluated all the same
-    with pytest.raises(SystemExit, match="SKIP_FLAT_GROUPS = 'outcome' must be False"):
-        check(**alone | {"SKIP_FLAT_GROUPS": "outcome"})
+    with pytest.raises(SystemExit, match="SKIP_FLAT_GROUPS = True must be False"):
+        check(**alone | {"SKIP_FLAT_GROUPS": True})
 
 
 def test_a_folder_that_cant_be_written_is_named(tmp_path):

@@ -99,7 +99,7 @@ def test_one_process_needs_no_launcher_and_ends_with_a_reason_where_it_has_nothi
     preset = QUICK | {"MODEL": str(tiny), "TASK": "arithmetic", "RUN_DIR": str(tmp_path / "run")}
     preset |= {"MAX_PROMPT_TOKENS": 128, "STEPS": 1, "KL_BETA": 0}
     preset["tasks.arithmetic.SIZES"] = {"train": 64, "validation": 8, "test": 8}
-    all_wrong = preset | {"SKIP_FLAT_GROUPS": "outcome", "IDLE_LIMIT": 2, "RUN_DIR": str(flat)}
+    all_wrong = preset | {"SKIP_FLAT_GROUPS": True, "IDLE_LIMIT": 2, "RUN_DIR": str(flat)}
     presets = [preset | {"REPORT_TO": ["tensorboard"]}, all_wrong | {"STEPS": 9}]
     process = start(command_of("grpo_ref_split", *presets), log, OMP_NUM_THREADS="1")
     assert process.wait(PATIENCE) == 1, log.read_text()[-3000:]

@@ -32,31 +32,30 @@ def test_sampling_is_bounded_and_as_the_recipe_says():
     }
 
 
-@pytest.mark.parametrize("rewards, outcome, reward", [
-    ([[1, -1], [1, 0.5], [1, 2]], True, False),  # all right, and only the format differs
-    ([[-1, 1], [-1, 1], [-1, 1]], True, True),
-    ([[1, 1], [-1, 1], [1, 1]], False, False),
-    ([[1, -3], [0, -1], [-1, 1]], False, True),  # 2 x correctness + format is the same
-    ([[0.1, 0], [0.1 + 1e-8, 0], [0.1, 0]], True, True),  # the same to rounding
-    ([[1, float("nan")], [1, 0], [1, float("nan")]], True, True),  # one that does not apply
+@pytest.mark.parametrize("rewards, flat", [
+    ([[1, -1], [1, 0.5], [1, 2]], False),  # all right, and only the format differs
+    ([[-1, 1], [-1, 1], [-1, 1]], True),
+    ([[1, 1], [-1, 1], [1, 1]], False),
+    ([[1, -3], [0, -1], [-1, 1]], True),  # 2 x correctness + format is the same
+    ([[0.1, 0], [0.1 + 1e-8, 0], [0.1, 0]], True),  # the same to rounding
+    ([[1, float("nan")], [1, 0], [1, float("nan")]], True),  # one that does not apply
 ])  # fmt: skip
-def test_a_group_is_flat_if_its_outcome_or_its_total_reward_is_constant(rewards, outcome, reward):
+def test_a_group_is_flat_if_its_total_reward_is_constant(rewards, flat):
     three = {"lengths": (1, 2, 1), "truncated": (False,) * 3}
     group = a_group(rewards, **three)
-    for criterion in ("outcome", "reward", False):
-        counts = tally_of(a_recipe(SKIP_FLAT_GROUPS=criterion), group)
-        assert (counts["flat_outcome"], counts["flat_reward"]) == (outcome, reward)
-        assert counts["skipped"] == {"outcome": outcome, "reward": reward}.get(criterion, 0)
+    for skip in (True, False):
+        counts = tally_of(a_recipe(SKIP_FLAT_GROUPS=skip), group)
+        assert (counts["flat"], counts["skipped"]) == (flat, flat and skip)
 
 
 NAN = float("nan")
 
 
 @pytest.mark.parametrize(("rewards", "flat", "right"), [
-    ([(1, NAN), (NAN, 1), (-1, 1)], 0, 1),  # of those to which the outcome applies
-    ([(1, NAN), (NAN, 1), (1, 0)], 1, 2),
-    ([(1, NAN), (NAN, 2), (NAN, NAN)], 1, 1),
-    ([(1, NAN), (NAN, 1), (NAN, 0)], 0, 1),  # where it applies to one or none, totals are compared
+    ([(1, NAN), (NAN, 1), (-1, 1)], 0, 1),
+    ([(1, NAN), (NAN, 1), (1, 0)], 0, 2),
+    ([(1, NAN), (NAN, 2), (NAN, NAN)], 1, 1),  # of those that have a total
+    ([(1, NAN), (NAN, 1), (NAN, 0)], 0, 1),
     ([(NAN, 1), (NAN, 1), (NAN, 0)], 0, 0),
     ([(NAN, 1), (NAN, NAN), (NAN, 1)], 1, 0),
     ([(NAN, NAN)] * 3, 1, 0),

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from fakes import (
-    ALL_RIGHT,
     ALL_WRONG,
     MIXED,
     FakeEngine,
@@ -71,11 +70,11 @@ def test_a_steps_groups_are_those_that_are_not_flat_and_its_metrics_are_of_all(a
     groups, metrics, _ = take_step(outcomes, step=4, prompts=prompts)
     assert [g.index for g in groups] == [0, 2, 3, 4]
     assert {(g.version, g.sampler) for g in groups} == {(4, "trainer")}
-    assert metrics["groups_sampled"] == 5 and metrics["frac_outcome_zero_std"] == 1 / 5
+    assert metrics["groups_sampled"] == 5 and metrics["frac_reward_zero_std"] == 1 / 5
     assert metrics["accuracy"] == 4 / 10 and metrics["completions/clipped_ratio"] == 1 / 2
     assert metrics["completions/mean_length"] == 1.5 and metrics["tokens_sampled"] == 15
     assert metrics["completions/mean_terminated_length"] == 2
-    formats = (4 * -2 + 0.25) / 10
+    formats = (4 * -2 + 2.5) / 10
     assert metrics["rewards/format/mean"] == pytest.approx(formats)
     assert metrics["reward"] == pytest.approx(2 * (4 - 6) / 10 + formats)
     assert "staleness" not in metrics and metrics["epoch"] == 5 / 10
@@ -84,11 +83,11 @@ def test_a_steps_groups_are_those_that_are_not_flat_and_its_metrics_are_of_all(a
 def test_spread_is_of_groups_for_the_total_and_of_completions_for_a_reward(alone):
     """With n - 1. reward_std is the mean over groups; TRL's, since 0.27, is over completions."""
     _, metrics, _ = take_step([MIXED, ALL_WRONG, MIXED, MIXED])
-    of_groups = [stdev([1, -3])] * 3 + [stdev([-2 + 1.25, -3])]
+    of_groups = [stdev([1, -3])] * 3 + [0]
     assert metrics["reward_std"] == pytest.approx(fmean(of_groups))
-    formats = [-1] * 6 + [1.25, -1]
+    formats = [-1] * 6 + [1.25, 1.25]
     assert metrics["rewards/format/std"] == pytest.approx(stdev(formats))
-    assert metrics["frac_reward_zero_std"] == 0 and metrics["frac_outcome_zero_std"] == 1 / 4
+    assert metrics["frac_reward_zero_std"] == 1 / 4
 
 
 def test_a_reward_that_does_not_apply_is_in_no_mean(alone):
@@ -107,12 +106,12 @@ def metrics_of(recipe, group):
     return metrics_module.rollout_metrics(a_run(recipe), Counter(), 0, [group])
 
 
-@pytest.mark.parametrize("skip, trained", [(False, [0, 1, 2, 3]), ("reward", [0, 2, 3])])
+@pytest.mark.parametrize("skip, trained", [(False, [0, 1, 2, 3]), (True, [0, 2, 3])])
 def test_flat_groups_are_trained_when_asked(alone, skip, trained):
-    """All; or, as TRL does, those that differ in format alone, not those of equal totals."""
+    """As in TRL, a group that differs in format alone is trained."""
     equal = [(1.0, -1.0), (-1.0, 3.0)]  # 2 x correctness + format
-    outcomes = [ALL_WRONG, equal, ALL_RIGHT, MIXED]
-    groups, metrics, _ = take_step(outcomes, SKIP_FLAT_GROUPS=skip)
+    wrong, right = ([(outcome, 1.25), (outcome, -1.0)] for outcome in (-1.0, 1.0))
+    groups, metrics, _ = take_step([wrong, equal, right, MIXED], SKIP_FLAT_GROUPS=skip)
     assert [g.index for g in groups] == trained
     assert metrics["frac_reward_zero_std"] == 1 / 4
 
@@ -223,7 +222,7 @@ def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone):
     assert [g.index for g in sampled] == [0, 90, 91, 7]
     assert reference.asked == [90, 91, 0]  # workers' groups are scored while the rest is sampled
     # and the flat group that is not trained counts too
-    assert metrics["groups_sampled"] == 4 and metrics["frac_outcome_zero_std"] == 1 / 4
+    assert metrics["groups_sampled"] == 4 and metrics["frac_reward_zero_std"] == 1 / 4
     assert metrics["completions/mean_length"] == (3 + 4 + 4 + 4) / 7
     assert (metrics["staleness"], metrics["staleness_max"]) == (4 / 3, 2)
     assert trainer.samples_to_train(a_recipe(), groups, 3)[1] == "sampler"

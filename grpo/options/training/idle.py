@@ -9,10 +9,10 @@ def why_idle(recipe, metrics, groups):
     c = recipe.c
     cut = f"{metrics['completions/clipped_ratio']:.0%} of the completions were truncated"
     kept = f"{len(groups)} of {metrics['groups_sampled']} groups were kept"
-    names = "accuracy", "reward", "frac_outcome_zero_std", "frac_reward_zero_std"
+    names = "accuracy", "reward", "frac_reward_zero_std"
     found = ", ".join(f"{name} {metrics[name]:.2f}" for name in names if name in metrics)
     why = (
-        f"{kept} (SKIP_FLAT_GROUPS = {c.SKIP_FLAT_GROUPS!r}, OUTCOME = {recipe.outcome!r}:"
+        f"{kept} (SKIP_FLAT_GROUPS = {c.SKIP_FLAT_GROUPS}, OUTCOME = {recipe.outcome!r}:"
         f" {found}), and {cut} (MASK_TRUNCATED = {c.MASK_TRUNCATED}, MAX_COMPLETION_TOKENS ="
         f" {c.MAX_COMPLETION_TOKENS})"
     )
