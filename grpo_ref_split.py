@@ -51,7 +51,6 @@ TEMPERATURE = 1.0  # of sampling and of all log-probs; higher is more random
 SAMPLE_BATCH = 64  # completions that a rank samples at once; more are faster and need memory
 SAMPLER = "torch"  # or "vllm", in ranks and workers (pip install -e .[vllm]; docs/performance.md)
 VLLM_CACHE_GB = 10.0  # GPU memory of vLLM's KV cache; more lets it sample more at once
-VLLM_SLEEP = False  # True: vLLM frees its GPU memory whenever there is nothing to sample
 MASK_TRUNCATED = False  # True: truncated completions are not trained, but count in group means
 SKIP_FLAT_GROUPS = True  # True: groups whose total rewards are all equal are not trained
 CHAT_TEMPLATE = {}  # options of the model's chat template, such as {"enable_thinking": False}

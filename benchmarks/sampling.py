@@ -144,7 +144,6 @@ def vllm(folder):
         STOP_STRINGS=[],
         SEED=0,
         VLLM_CACHE_GB=1.0 if DEVICE == "cpu" else 40.0,
-        VLLM_SLEEP=False,
     )
     policy = VLLMPolicy(c, load_tokenizer(folder))
     for seed in range(case.get("rounds", 3) + 1):

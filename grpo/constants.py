@@ -196,6 +196,7 @@ GONE = {  # constants of earlier versions, and what there is instead
     "LR_SCHEDULE": "the decay to FINAL_LR is linear",
     "OVERLONG_TOKENS": "a task may subtract it from a reward (docs/experiments.md)",
     "TRAINER_SAMPLES": "ranks sample what workers have not sent",
+    "VLLM_SLEEP": "vLLM frees a trainer's GPU whenever there is nothing to sample",
     "MAX_FAILED_REWARDS": "a task whose service fails returns None (CONTRIBUTING.md)",
 }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from grpo.decoder import make_decoder
-from grpo.devices import out_of_memory_names, release_memory
+from grpo.devices import out_of_memory_names
 from grpo.log import announced, say
 from grpo.models import as_umask, check_context, load_model, stop_ids, vocab_size_of
 from grpo.proof import NOISE
@@ -78,10 +78,6 @@ class Policy:
     def follow(self, step):
         """Returns an empty context: this policy samples with the weights that are trained."""
         return contextlib.nullcontext()
-
-    def rest(self):
-        """Releases the device memory that sampling has used, while there is nothing to sample."""
-        release_memory()
 
     def close(self):
         """Does nothing: there is no engine to stop."""

@@ -23,7 +23,7 @@ class Policy(FakeEngine):
 
     def __init__(self, version=0):
         super().__init__()
-        self.model, self.loads, self.rests, self.seeds = torch.nn.Module(), [], 0, []
+        self.model, self.loads, self.seeds = torch.nn.Module(), [], []
         self.model.w = torch.nn.Parameter(weights(version))
 
     def load(self, tensors):
@@ -37,9 +37,6 @@ class Policy(FakeEngine):
 
     def logps(self, prompt, completion):
         return self.model.w.tolist()
-
-    def rest(self):
-        self.rests += 1
 
     def stream(self, prompts, **settings):
         self.seeds.append(settings["seed"])

@@ -51,13 +51,14 @@ class VLLMPolicy:
         self.vocab_size = vocab_size_of(tokenizer)
         self.stop_strings = StopStrings(tokenizer, c.STOP_STRINGS) if c.STOP_STRINGS else None
         self.max_tokens = c.MAX_PROMPT_TOKENS + c.MAX_COMPLETION_TOKENS
-        self.sleeps, self.asleep = c.VLLM_SLEEP, False
+        # It leaves a trainer's GPU to it meanwhile; a worker has its own, and on a CPU vLLM can't
+        self.sleeps, self.asleep = bool(model is not None and accelerator()), False
         self.step = None  # the steps made when it took its weights
         self.loaded = {}  # a worker's weights, by name
         with quiet_and_undone():
             self.llm = start(c, self, accelerator() is not None)
         self.llm.apply_model(functools.partial(mask_padding, vocab_size=self.vocab_size))
-        self.rest()
+        self._rest()
 
     def describe(self, c):
         import vllm
@@ -130,14 +131,14 @@ class VLLMPolicy:
     @contextlib.contextmanager
     def follow(self, step):
         """Within the block the policy has the weights of the model that this rank trains, after
-        `step` steps. After the block it rests."""
+        `step` steps. After the block it sleeps, on the trainer's GPU."""
         if self.step != step:
             self._take_weights()
             self.step = step
         try:
             yield
         finally:
-            self.rest()
+            self._rest()
 
     def load(self, tensors):
         """Takes another process's trained_weights, in any float dtype. Raises ValueError, and
@@ -148,9 +149,9 @@ class VLLMPolicy:
         self.loaded = {name: tensors[name] for name in self._shapes}
         self._take_weights()
 
-    def rest(self):
-        """With VLLM_SLEEP: frees the GPU's memory until the next call. Level 2 drops the weights,
-        as this process has another copy of them."""
+    def _rest(self):
+        """Frees the trainer's GPU until the next call. Level 2 drops the weights, as this process
+        has another copy of them."""
         if self.sleeps and not self.asleep:
             self.llm.sleep(level=2)
             self.asleep = True
@@ -235,7 +236,7 @@ def start(c, policy, on_gpu):
         enforce_eager=not on_gpu,  # compile on a GPU only
         enable_chunked_prefill=on_gpu,  # on a CPU a seeded request that is split crashes
         enable_prefix_caching=True,  # a group's prompt runs once
-        enable_sleep_mode=c.VLLM_SLEEP,
+        enable_sleep_mode=policy.sleeps,
         logprobs_mode="processed_logprobs",  # after temperature and mask
         generation_config="vllm",  # ignores the model's defaults
         skip_tokenizer_init=not c.STOP_STRINGS,  # ids in, ids out; stop strings need text

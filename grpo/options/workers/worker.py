@@ -39,7 +39,7 @@ def worker_policy(c, tokenizer):
 def run_worker(policy, recipe, name=None):
     """Samples until no trainer has answered for WAIT_LIMIT_SECONDS; then it raises TooLong.
 
-    `policy` has stream, text, load, logps, rest, dtype, noise and tokenizer, as SharedPolicy, and
+    `policy` has stream, text, load, logps, dtype, noise and tokenizer, as SharedPolicy, and
     for a task with reply() eos_ids. Raises RuntimeError if its log-probs
     differ from the trainer's, SystemExit if its model or its settings differ.
     """
@@ -60,7 +60,6 @@ def run_worker(policy, recipe, name=None):
         else:
             why = "it already has all groups for its next step"
         fresh = False
-        policy.rest()
         wait = wait or Wait(f"the trainer at {worker.trainer.url} to have room")
         wait.sleep(why, pause=0.2)
 

@@ -34,7 +34,7 @@ LONG = [20 + i % 300 for i in range(140)]  # over one block of the prefix cache,
 PROMPTS = [LONG, [30, 31, 32, 33]]
 CONSTANTS = {"GROUP_SIZE": 8, "SAMPLE_BATCH": 256, "STOP_TOKENS": [], "STOP_STRINGS": [], "SEED": 0}
 CONSTANTS |= {"MAX_PROMPT_TOKENS": 200, "MAX_COMPLETION_TOKENS": CONTEXT - 200, "DTYPE": "float32"}
-CONSTANTS |= {"VLLM_CACHE_GB": 0.2, "VLLM_SLEEP": False}
+CONSTANTS |= {"VLLM_CACHE_GB": 0.2}
 IDS = {f"id {number}": number for number in range(V)}
 TOKENIZER = SimpleNamespace(eos_token_id=11, get_vocab=lambda: IDS)  # no text is asked for
 

@@ -22,7 +22,7 @@ from grpo.sample import Prompt, Sample
 CONSTANTS = {"MODEL": "tiny", "GROUP_SIZE": 4, "SEED": 3, "STOP_TOKENS": [], "STOP_STRINGS": []}
 CONSTANTS |= {"SAMPLE_BATCH": 256, "DTYPE": "float32"}
 CONSTANTS |= {"MAX_PROMPT_TOKENS": 60, "MAX_COMPLETION_TOKENS": 40}
-CONSTANTS |= {"VLLM_CACHE_GB": 0.5, "VLLM_SLEEP": False}
+CONSTANTS |= {"VLLM_CACHE_GB": 0.5}
 
 
 def test_vllm_must_be_installed(monkeypatch):
@@ -122,19 +122,20 @@ def test_it_takes_the_living_weights_once_a_step(a_policy, tiny, lora_rank):
     assert policy.llm.told[-1] == "reset"  # the prefix cache has the old weights
 
 
-def test_it_sleeps_where_nothing_is_sampled_and_wakes_part_by_part(a_policy, tiny):
+def test_it_sleeps_on_a_trainers_gpu_and_wakes_part_by_part(a_policy, tiny, monkeypatch):
     """Level 2: the weights are dropped, and loaded again from whoever has them."""
     woken = ["wake weights", "reload", "wake kv_cache", "reset"]
-    policy = a_policy(tiny_policy(tiny).model, VLLM_SLEEP=True)
+    monkeypatch.setattr(vllm_policy, "accelerator", lambda: "cuda")
+    policy = a_policy(tiny_policy(tiny).model)
+    assert policy.llm.settings["enable_sleep_mode"]
     for _ in range(2):  # also if no step was made
         with policy.follow(0):
             sample_nothing(policy)
     assert policy.llm.told == ["sleep 2", *woken, "sleep 2", *woken, "sleep 2"]
-    worker, weights = a_policy(VLLM_SLEEP=True), dict(tiny_policy(tiny).model.named_parameters())
+    worker, weights = a_policy(), dict(tiny_policy(tiny).model.named_parameters())
     worker.load(weights)
-    worker.rest()
     sample_nothing(worker)
-    assert worker.llm.told == ["sleep 2", *woken, "sleep 2", *woken]
+    assert worker.llm.told == ["reload", "reset"] and not worker.llm.settings["enable_sleep_mode"]
     assert worker.llm.weights.keys() == weights.keys()
 
 

@@ -94,7 +94,6 @@ def test_a_worker_samples_with_the_newest_policy_while_there_is_room(side, monke
     script = Script(monkeypatch, go_on, go_on, go_on, train, go_on, go_on)
     policy, _ = run(side)
     assert policy.loads == [weights(0).tolist(), weights(3).tolist()]
-    assert policy.rests > 0  # another process of the device may have the memory
     groups = [*trained, *side.groups]
     assert [group.version for group in groups] == [0] * 7 + [3] * 7
     first, second = in_order(side, *range(7)), in_order(side, *range(7, 14))
@@ -226,8 +225,8 @@ def test_a_worker_waits_while_the_trainer_has_no_policy_or_no_room(tmp_path, mon
     """Without a limit: there is an answer, and a step may take long."""
     with serving(tmp_path, PROMPTS_PER_STEP=1, WAIT_LIMIT_SECONDS=0) as side:
         Script(monkeypatch, *[go_on] * 4, lambda: publish(side, 0), *[go_on] * 9)
-        policy, _ = run(side)
-        assert len(side.groups) == 1 and policy.rests >= 8
+        run(side)
+        assert len(side.groups) == 1
 
 
 # --- What it refuses ----------------------------------------------------------------------
