@@ -36,7 +36,6 @@ import plot
 from grpo.commands.tiny_model import warm_start
 from grpo.models import load_tokenizer, prompt_ids
 from grpo.policy import load_policy
-from grpo.resume import lock_run
 from grpo.sample import Prompt
 from grpo.stop import end_with_parent
 from presets import demo as preset
@@ -71,20 +70,6 @@ def true_equations(folder):
     found = [re.search(r"(\d+)([+-])(\d+)=(\d+)", text) for text in texts]
     value = lambda a, sign, b: int(a) + int(b) if sign == "+" else int(a) - int(b)
     return sum(bool(f) and value(*f.groups()[:3]) == int(f[4]) for f in found) / len(items)
-
-
-# --- Its folder ---------------------------------------------------------------------
-def claim(folder):
-    """Deletes an earlier demo's folder. SystemExit, and nothing is deleted, if a run uses the
-    folder or no demo has made it."""
-    others = [path for path in Path(folder).glob("*") if path.name != ".lock"]
-    if others and not Path(folder, "warm_start").exists():
-        raise SystemExit(
-            f"RUN_DIR = {folder!r} holds files that no demo has made: move them elsewhere, or"
-            " choose another folder"
-        )
-    with lock_run(folder):
-        shutil.rmtree(folder)
 
 
 # --- Processes ----------------------------------------------------------------------
@@ -142,7 +127,12 @@ def main(seed, rewards="plain", **constants):
     started = time.perf_counter()
     folder, steps, warm_steps = (DEFAULTS | constants).values()
     model, final = f"{folder}/warm_start", Path(folder, "final")
-    claim(folder)
+    if Path(folder).exists():
+        if not Path(model).exists():
+            raise SystemExit(
+                f"RUN_DIR = {folder!r} exists, and no demo has made it: choose another"
+            )
+        shutil.rmtree(folder)  # of an earlier demo
     print(f"1. warm start: a tiny Qwen2 learns from sloppy examples (seed {seed})", flush=True)
     warm_start(model, arithmetic, seed, warm_steps)
     print("2. GRPO: ref_server.py and grpo_ref_split.py start, which takes about 15 s", flush=True)

@@ -406,7 +406,7 @@ def main(**given):
         except ranks.RunFailed:
             checkpoint.save_failed(run)  # collective
             raise
-    ranks.leave_at_exit()  # collective
+    dist.barrier()  # rank 0 holds the store that connects the ranks, and ends last
     report_end(run, asked)
 
 

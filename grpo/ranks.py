@@ -5,7 +5,6 @@ rank ends, the others' gloo collectives fail, and the launcher ends those in NCC
 the others wait until the group's time limit, which is logged at the start, or NCCL's watchdog.
 """
 
-import atexit
 import contextlib
 import functools
 import itertools
@@ -76,14 +75,6 @@ def join_ranks(wait_limit_seconds):
         ) from error
     if (world := dist.get_world_size()) > 1:
         say(f"{world} ranks; the run ends if one of them does not answer for {limit} s")
-
-
-def leave_at_exit():
-    """Collective: waits for all ranks, and makes this one leave the group when its process ends,
-    not before: a second main() in it needs the group, and DeepSpeed can't make another one."""
-    dist.barrier()  # rank 0 holds the store that connects the ranks, and leaves last
-    atexit.unregister(dist.destroy_process_group)
-    atexit.register(dist.destroy_process_group)
 
 
 @contextlib.contextmanager

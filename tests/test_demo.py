@@ -16,26 +16,22 @@ from processes import PATIENCE, kill, launch, python, records
 from transformers import AutoModelForCausalLM
 
 import demo
-from grpo.resume import lock_run
 from tasks import arithmetic
 
 ROOT = Path(__file__).parent.parent
 
 
-def test_a_demo_deletes_only_what_an_earlier_one_has_made(tmp_path):
-    run, kept = tmp_path / "run", tmp_path / "run/warm_start/kept"
-    demo.claim(str(run))
-    kept.parent.mkdir(parents=True)
-    kept.touch()
-    (run / "final").symlink_to("step_000001")
-    with lock_run(run), pytest.raises(SystemExit, match="another trainer is running"):
-        demo.claim(str(run))
-    assert kept.exists()
-    demo.claim(str(run))
-    assert not run.exists() and not os.listdir(tmp_path)
+def test_a_demo_deletes_only_what_an_earlier_one_has_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(demo, "warm_start", lambda *_: sys.exit("begins"))
+    run = tmp_path / "run"
+    (run / "warm_start").mkdir(parents=True)
+    with pytest.raises(SystemExit, match="begins"):
+        demo.main(0, RUN_DIR=str(run))
+    assert not run.exists()
     (tmp_path / "mine").touch()
     with pytest.raises(SystemExit, match="RUN_DIR .* no demo has made"):
-        demo.claim(str(tmp_path))
+        demo.main(0, RUN_DIR=str(tmp_path))
     assert os.listdir(tmp_path) == ["mine"]
 
 
