@@ -23,8 +23,7 @@ ON_GPU = torch.cuda.is_available()
 
 @pytest.mark.gpu
 @pytest.mark.long
-@pytest.mark.parametrize("at", ["a server", "the trainer"])
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("rank, at", [(0, "a server"), (4, "the trainer")])
 def test_a_run_in_bfloat16_that_is_killed_goes_on_as_one_that_never_stopped(
     rank, at, tiny, tmp_path
 ):

@@ -1,6 +1,5 @@
 """Docs and code have the same constants, files, links and commands."""
 
-import ast
 import re
 from pathlib import Path
 
@@ -76,20 +75,6 @@ def test_architecture_names_every_file_of_the_package():
         assert path.name == "__init__.py" or path.name in text, path
 
 
-def constants_of(script):
-    """Returns {constant: whether a comment in the script explains it}."""
-    text, found = (ROOT / script).read_text(), {}
-    lines = text.splitlines()
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.Assign) and node.targets[0].id in names_of(script):
-            own = lines[node.lineno - 1 : node.end_lineno]
-            above = lines[node.lineno - 2]
-            commented = any("  # " in line for line in own)
-            found[node.targets[0].id] = commented or above.startswith("# ") and "---" not in above
-    return found
-
-
-CONSTANTS = {script: constants_of(script) for script in SCRIPTS}
 OTHERS = {"GRPO_TOKEN", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
 OTHERS |= {"OMP_NUM_THREADS", "MINUTES", "GPU_PYTHON", "FOLDER"}  # of make
 OTHERS |= {"REWARDS"}  # of docs/learn.py
@@ -100,17 +85,10 @@ OTHERS |= {"NCCL_DEBUG", "NCCL_", "INFO", "NAME", "PYTHON", "POST"}
 
 @pages
 def test_every_constant_that_is_named_exists(page):
-    known = OTHERS.union(*CONSTANTS.values())
+    known = OTHERS.union(*map(names_of, SCRIPTS))
     for word in code_words(TEXT[page]):
         for name in re.findall(r"(?<![\w`.])[A-Z][A-Z_]{3,}(?![\w./])", word):
             assert name in known, name
-
-
-def test_every_constant_is_explained():
-    named = set(re.findall(r"\w+", " ".join(word for t in TEXT.values() for word in code_words(t))))
-    for script, constants in CONSTANTS.items():
-        for name, commented in constants.items():
-            assert commented or name in named, f"{name} of {script}: a comment, or a word in docs"
 
 
 IN_TASKS = "tests/test_tasks.py", "module.main(made[2])"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from documents import TEXT
 
 import grpo_ref_split as trainer
 import ref_server
@@ -114,30 +113,3 @@ def test_a_trainer_alone_on_one_gpu_names_two_commands_that_fit_it(gb, capsys, m
         assert c.REF_SERVER is None
         assert memory.need(memory.phases_with(m, c, 1))[0] <= (1 - memory.SPARE) * gb * 1e9
     assert not advice(capsys, monkeypatch, 2, gb) and not advice(capsys, monkeypatch, 1, 14.0)
-
-
-def test_the_numbers_of_the_docs_are_those_that_the_benchmark_prints(capsys):
-    memory.print_all()
-    printed = capsys.readouterr().out.splitlines()
-    rows = [line for line in printed if re.match(r"\| (\d|`presets)", line)]
-    assert len(rows) == 2 * len(memory.MODELS) + len(memory.PRESETS)
-    assert all(row in TEXT["docs/memory.md"].splitlines() for row in rows)
-    gb = {row.split("`")[1]: row.split(" | ")[4] for row in rows if "`presets" in row}
-    for page in ("README.md", "README.zh.md"):
-        shown = re.findall(r"\]\((presets/\w.*?\.py)\).*\| (\S+) \|$", TEXT[page], re.MULTILINE)
-        assert len(shown) == 7
-        assert all(number == gb[preset] for preset, number in shown)  # one figure everywhere
-        rams = re.findall(r"`(\w+).py`.*offload \S+ ([\d.]+) GB", TEXT[page])
-        assert len(rams) == 2
-        for preset, ram in rams:
-            assert any(preset in row and row.endswith(f"| {ram} |") for row in printed)
-        (on_t4,) = [row for row in printed if row.startswith("A T4")]
-        (line,) = [line for line in TEXT[page].splitlines() if "T4" in line]
-        assert re.findall(r"([\d.]+) GB", line) == re.findall(r"` (\d+\.\d)", on_t4)
-    (cache,) = [row.rpartition(" ")[2][:-1] for row in printed if "vLLM fits" in row]
-    assert cache in TEXT["docs/performance.md"] and cache in doc_of("3b_1x24gb")
-    smaller, usual = re.findall(r"with LoRA (\d+\.\d), not (\d+\.\d)", TEXT["docs/memory.md"])[0]
-    assert smaller == gb["presets/7b_lora_1x24gb.py"]
-    assert any(row.startswith("| 7B |") and f"{usual} (" in row for row in rows)
-    results = (memory.ROOT / "benchmarks/results/memory.md").read_text()
-    assert results.splitlines() == printed

@@ -123,9 +123,7 @@ def test_what_does_not_go_with_4_bits_is_one_sentence(name, monkeypatch):
 
 
 @pytest.mark.long
-def test_two_ranks_train_resume_with_equal_bits_and_may_have_a_server_of_either_kind(
-    tiny, tmp_path
-):
+def test_two_ranks_train_and_may_have_a_server_of_either_kind(tiny, tmp_path):
     shared = QUICK | {"MODEL": str(tiny), "TASK": "even", "MAX_PROMPT_TOKENS": 128, "EVAL_STEPS": 0}
     shared |= {"LORA_RANK": 4, "BASE_BITS": 4, "LEARNING_RATE": 1e-2, "REF_SERVER": None}
     urls = {}
@@ -137,20 +135,15 @@ def test_two_ranks_train_resume_with_equal_bits_and_may_have_a_server_of_either_
     presets = [
         shared | own | {"RUN_DIR": str(tmp_path / name)}
         for name, own in (
-            ("whole", {"STEPS": 4}),
-            ("resumed", {"STEPS": 2}),
-            ("resumed", {"STEPS": 4}),
+            ("alone", {"STEPS": 2}),
             ("served_4", {"STEPS": 1, "REF_SERVER": urls[4]}),
             ("served_16", {"STEPS": 1, "REF_SERVER": urls[16]}),
         )
     ]
     launch(2, command_of("grpo_ref_split", *presets), tmp_path / "log")
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    assert learned(resumed) == learned(whole) and len(learned(whole)) == 4
-    files = [load_file(f / "final/adapter_model.safetensors") for f in (whole, resumed)]
-    assert all(files[0][name].equal(files[1][name]) for name in files[0])
-    assert all(".lora_" in name for name in files[0])
-    first = learned(whole)[0]
+    saved = load_file(tmp_path / "alone/final/adapter_model.safetensors")
+    assert saved and all(".lora_" in name for name in saved)
+    first, _ = learned(tmp_path / "alone")
     assert first["sampler_k3"] < 1e-9 and first["kl"] < 1e-9
     (same,), (other,) = (learned(tmp_path / f"served_{bits}") for bits in (4, 16))
     assert same["kl"] < 1e-9 and "teacher_kl" not in same
