@@ -11,7 +11,6 @@ import itertools
 import multiprocessing
 import os
 import signal
-import traceback
 from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
@@ -149,20 +148,8 @@ def all_or_none(waiting=None):
 
 @contextlib.contextmanager
 def explained():
-    """Raises this rank's error, or a SystemExit, instead of RunFailed. If a collective fails
-    because another rank has ended, raises RuntimeError with the remedy: torch's error is
-    "connection reset" or worse."""
+    """Raises this rank's error, or a SystemExit, instead of RunFailed."""
     try:
         yield
     except RunFailed as failure:
         raise failure.__cause__ or SystemExit(str(failure)) from None
-    except RuntimeError as error:
-        # gloo's errors have no special type, but torch.distributed raises them
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        of_torch = frame.f_globals["__name__"].startswith("torch.distributed.")
-        if not isinstance(error, dist.DistError) and not (of_torch and type(error) is RuntimeError):
-            raise
-        raise RuntimeError(
-            "another rank has ended, and its output shows why, or its machine does not answer."
-            f" Start all ranks again to resume: {error}"
-        ) from error

@@ -161,3 +161,12 @@ def test_the_token_travels_and_no_proxy_is_asked(monkeypatch):
     client, server = a_client(reply(200, b"{}"))
     client.call("GET", "/info")
     assert b"Authorization: Bearer secret\r\n" in server.requests[0]
+    assert b"Accept-Encoding: identity\r\n" in server.requests[0]
+
+
+def test_no_redirect_is_followed_as_the_token_is_for_this_address():
+    other = Replies(reply(200, b"{}"))
+    client, _ = a_client(reply(302, b"", headers=f"Location: {other.url}\r\n"))
+    with pytest.raises(Refused, match="answered 302"):
+        client.call("GET", "/info")
+    assert not other.requests

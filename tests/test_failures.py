@@ -2,16 +2,15 @@
 
 from collections import Counter
 from dataclasses import replace
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
-import torch.distributed as dist
 from fakes import MIXED, a_recipe, a_run, prompts_of
 from rank_threads import Ranks
 
 import grpo_ref_split as trainer
 from grpo.metrics import evaluate
-from grpo.ranks import RunFailed, add_up, all_or_none, explained
+from grpo.ranks import RunFailed, add_up, all_or_none
 from grpo.reference import NoReference
 from grpo.resume import Progress
 from grpo.rollout import Stream
@@ -141,18 +140,3 @@ def test_an_evaluation_that_fails_on_one_rank_ends_all(ranks):
         return failure.__cause__ is None
 
     assert ranks.run(evaluated) == [True, False]
-
-
-def test_a_collective_that_fails_says_what_to_do_and_other_errors_stay_as_they_are():
-    def wait(error):
-        raise error
-
-    wait = FunctionType(wait.__code__, {"__name__": "torch.distributed.distributed_c10d"})
-    for lost in (dist.DistNetworkError("reset by peer"), RuntimeError("closed")):
-        with pytest.raises(RuntimeError) as raised, explained():
-            wait(lost)
-        assert raised.value.__cause__ is lost
-    out_of_memory = RuntimeError("out of memory")
-    with pytest.raises(RuntimeError) as raised, explained():
-        raise out_of_memory
-    assert raised.value is out_of_memory

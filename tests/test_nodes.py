@@ -97,7 +97,7 @@ def test_a_node_is_killed_and_the_run_resumes_under_another_launcher(preset, tmp
     kill(nodes[1])
     rank.wait(PATIENCE)
     assert nodes[0].wait(PATIENCE) == 1  # and its launcher
-    assert "another rank has ended" in logs[0].read_text()
+    assert re.search("closed by peer|reset by peer", logs[0].read_text())  # torch's words
     before = losses(disks[0] / "run")
     assert 3 <= len(before) < 6
 
