@@ -39,7 +39,8 @@ from grpo.log import say
 from grpo.models import settings_in
 from grpo.policy import make_policy
 from grpo.prepare import prepare_task
-from grpo.ranks import gathered, join_ranks, no_child_stays
+from grpo.ranks import gathered, join_ranks
+from grpo.stop import stop
 from grpo.task import different
 
 # The constants that we take from a model's run; OF_TASK only if TASK is the same
@@ -165,7 +166,7 @@ def main():
         join_ranks(c.WAIT_LIMIT_SECONDS)
     elif (gpus := torch.accelerator.device_count()) > 1:
         say(f"using one of {gpus} GPUs; start with `deepspeed` instead of `python` to use all")
-    with no_child_stays(at_once=True):
+    with stop.listening(at_once=True):
         results = [answers_of(c, options, model, rank, world) for model in options.models]
     if rank == 0:
         report(c, options.models, results, options.out)

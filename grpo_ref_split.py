@@ -389,7 +389,6 @@ def evaluate_if_due(run):
 
 # --- Main ---------------------------------------------------------------------------
 @ranks.explained()
-@ranks.no_child_stays()
 def main(**given):
     """Trains with the constants above, except for those that are given."""
     c = checks.settled(DEFAULTS, given)
@@ -410,7 +409,7 @@ def main(**given):
     report_end(run, asked)
 
 
-@ranks.no_child_stays(at_once=True)
+@stop.listening(at_once=True)
 def worker(**given):
     """Samples for the trainer at TRAINER until the trainer is gone."""
     from grpo.options.workers.worker import run_worker, worker_policy

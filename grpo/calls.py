@@ -4,7 +4,6 @@ with timely(60, "the rewards"): task.rewards(item, text)
 """
 
 import contextlib
-import copy
 import faulthandler
 import functools
 import math
@@ -75,15 +74,6 @@ def environment_rewards(task):
 
 def by_name(rewards):
     return rewards if isinstance(rewards, dict) else {"reward": rewards}
-
-
-def own(name, item):
-    """Returns a copy of a question for one call: what the task changes in it stays there."""
-    try:
-        return copy.deepcopy(item)
-    except Exception as error:
-        must = "have nothing that copy.deepcopy refuses: keep a connection or a lock in the module"
-        raise mistake(name, f"the question {item!r:.200}", must, error=error) from error
 
 
 class TooSlow(BaseException):

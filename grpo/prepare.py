@@ -8,7 +8,7 @@ import functools
 import inspect
 import math
 
-from grpo.calls import TaskError, called, has_turns, own
+from grpo.calls import TaskError, called, has_turns
 from grpo.log import say
 from grpo.rewards import reward_texts
 from grpo.task import Recipe, load_chat, load_split, load_task
@@ -131,8 +131,7 @@ def gold_of(recipe, item, must, or_none=False):
     turns if the task has reply(). Raises TaskError with `must` for anything else."""
     task = recipe.task
     kinds = (str, list) if has_turns(task) else str
-    mine = own(recipe.c.TASK, item)
-    gold = lambda: task.gold(mine) if hasattr(task, "gold") else str(item["answer"])
+    gold = lambda: task.gold(item) if hasattr(task, "gold") else str(item["answer"])
     holds = lambda got: (isinstance(got, kinds) and got != []) or (got is None and or_none)
     return called(recipe.c.TASK, f"gold({item!r:.500})", must, gold, holds)
 

@@ -6,9 +6,7 @@ the others wait until the group's time limit, which is logged at the start, or N
 """
 
 import contextlib
-import functools
 import itertools
-import multiprocessing
 import os
 import signal
 from collections import Counter
@@ -20,7 +18,7 @@ import torch.distributed as dist
 
 from grpo.log import announced, say
 from grpo.models import own_device
-from grpo.stop import end_with_parent, stop
+from grpo.stop import end_with_parent
 
 # Variables that give a process its rank and the address of rank 0
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -74,28 +72,6 @@ def join_ranks(wait_limit_seconds):
         ) from error
     if (world := dist.get_world_size()) > 1:
         say(f"{world} ranks; the run ends if one of them does not answer for {limit} s")
-
-
-@contextlib.contextmanager
-def no_child_stays(at_once=False):
-    """Kills processes that are started in the block and outlive it, such as a reward's. With
-    `at_once` a signal ends the block. Python itself ends multiprocessing's daemons (a Pool's
-    workers, which it would start again), forkserver and resource tracker when this process ends."""
-    import psutil
-
-    mine = functools.partial(psutil.Process().children, recursive=True)
-    before = mine()
-    try:
-        with stop.listening(at_once=True) if at_once else contextlib.nullcontext():
-            yield
-    finally:
-        daemons = {x.pid for x in multiprocessing.active_children() if x.daemon}
-        for child in (x for x in mine() if x not in before and x.pid not in daemons):
-            with contextlib.suppress(psutil.Error):
-                words = " ".join(child.cmdline())
-                server = "multiprocessing.forkserver" in words and child.ppid() == os.getpid()
-                if not server and "multiprocessing.resource_tracker" not in words:
-                    child.kill()
 
 
 # --- Between the ranks ----------------------------------------------------------------

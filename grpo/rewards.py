@@ -11,7 +11,7 @@ import math
 import numbers
 import time
 
-from grpo.calls import TooSlow, by_name, environment_rewards, mistake, own, timely
+from grpo.calls import TooSlow, by_name, environment_rewards, mistake, timely
 from grpo.log import announced, say
 from grpo.sample import Group, Sample
 
@@ -33,7 +33,7 @@ def begin_rewards(recipe, group):
     if not recipe.submit:
         return {}
     return {
-        number: recipe.submit(function, own(recipe.c.TASK, group.item), texts)
+        number: recipe.submit(function, group.item, texts)
         for number, (function, texts) in enumerate(calls_of(recipe, group))
         if recipe.submit.takes(function)
     }
@@ -60,7 +60,7 @@ def answers_of(recipe, group, futures):
         with timely(seconds, what):
             while left:
                 function, texts = calls[left[0]]
-                answer = getattr(recipe.task, function)(own(recipe.c.TASK, group.item), texts)
+                answer = getattr(recipe.task, function)(group.item, texts)
                 if time.monotonic() - began > seconds:  # the task has caught TooSlow
                     raise TooSlow(what, seconds)
                 found[left.pop(0)] = answer

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grpo.calls import TaskError, called, environment_rewards, has_turns, own, task_file
+from grpo.calls import TaskError, called, environment_rewards, has_turns, task_file
 from grpo.constants import real
 from grpo.log import say
 from grpo.rewards import begin_rewards, group_of, values_of
@@ -208,9 +208,7 @@ def load_items(name, task, split):
 
 def load_chat(name, task, item):
     must = 'return a list of {"role": text, "content": text}'
-    return called(
-        name, f"messages({item!r:.500})", must, lambda: task.messages(own(name, item)), is_chat
-    )
+    return called(name, f"messages({item!r:.500})", must, lambda: task.messages(item), is_chat)
 
 
 def is_chat(chat):

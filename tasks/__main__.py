@@ -22,6 +22,7 @@ from grpo.calls import called, timely
 from grpo.constants import begin, command_line, usage
 from grpo.prepare import gold_of, prepare_task, submit_of
 from grpo.sample import Question
+from grpo.stop import stop
 from grpo.task import Recipe, load_chat, load_items, load_questions, load_task, task_files
 
 SHOWN = 3
@@ -103,9 +104,7 @@ def main(name):
                 raise SystemExit(f"{path} exists already: delete it, or choose another OUT")
     c = trainer.checks.settled(trainer.DEFAULTS, given | {"TASK": name})
     command = make_model(Recipe(c, task, []), out) if outs else ""
-    from grpo.ranks import no_child_stays  # it imports torch
-
-    with no_child_stays(at_once=True):
+    with stop.listening(at_once=True):
         tokenizer, recipe = prepare_task(c, split="train", shown=SHOWN)
         load_questions(recipe.others(EVAL_STEPS=1), tokenizer)
     if outs:

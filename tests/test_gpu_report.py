@@ -118,7 +118,7 @@ def test_the_files_of_the_parts_exist():
 def test_the_kit_has_every_requirement_that_a_machine_may_lack():
     lines = (gpu_report.ROOT / "requirements.txt").read_text().splitlines()
     required = {line.split(">")[0].strip() for line in lines if ">=" in line}
-    needed_by_others = {"safetensors", "tqdm", "psutil", "jinja2", "triton"}
+    needed_by_others = {"safetensors", "tqdm", "jinja2", "triton"}
     not_used = {"datasets", "math-verify", "matplotlib"}
     known = {*gpu_kit.EXPECTED, *gpu_kit.BROUGHT, gpu_kit.SOURCE, *needed_by_others, *not_used}
     assert required <= known

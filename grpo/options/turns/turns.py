@@ -21,7 +21,6 @@ import jinja2
 from grpo.calls import (
     called,
     environment_rewards,
-    own,
     task_file,
     timely,
 )
@@ -55,7 +54,7 @@ class Environment:
     first call: that may take long, and is made in the thread that calls reply()."""
 
     def __init__(self, recipe, item):
-        self.recipe, self.item = recipe, own(recipe.c.TASK, item)
+        self.recipe, self.item = recipe, item
         self.real, self.closed = None, False
 
     def _call(self, name, must, holds, *arguments):

@@ -18,7 +18,6 @@ from grpo.constants import Constants
 from grpo.metrics import rollout_metrics
 from grpo.options.rewards.async_rewards import start_loop
 from grpo.prepare import prepare
-from grpo.rewards import reward_texts
 from grpo.rollout import tally
 
 NAN = {"correctness": math.nan, "format": math.nan}
@@ -116,39 +115,6 @@ def test_async_rewards_work_where_a_loop_runs_already(tmp_path, tiny, capsys):
 
     asyncio.run(cell())
     assert "gold answer '1': reward 1" in capsys.readouterr().out
-
-
-CHANGES = {  # functions that change the question they get
-    "rewards": "def rewards(item, text): return float(bool(item.pop('more')))",
-    "group": "def group_rewards(item, texts): return [item['more'].pop()] * len(texts)",
-    "messages": "def rewards(item, text): return float('more' in item)\n"
-    "def messages(item): item.pop('more'); return [{'role': 'user', 'content': '1'}]",
-    "gold": "def rewards(item, text): return float('more' in item)\n"
-    "def gold(item): return str(item.pop('more'))",
-    "environment": "class Environment:\n"
-    "    def __init__(self, item): self.more = item['more'].pop()\n"
-    "    def reply(self, turn): pass\n"
-    "    def rewards(self, turns): return 1.0",
-    "turns": "def reply(item, turns): pass\n"
-    "def rewards(item, turns): return {'reward': float(turns.pop() is not None)}\n"
-    "def group_rewards(item, texts): return [{}] * (len(texts) if all(texts) else 0)",
-    "reply": "def reply(item, turns): item.pop('more')\n"
-    "def rewards(item, turns): return float('more' in item)",
-}
-
-
-@pytest.mark.parametrize("what", CHANGES)
-def test_what_a_function_changes_in_a_question_stays_in_its_call(what, tmp_path, tiny):
-    _, recipe, _ = prepared(tmp_path, tiny, CHANGES[what])
-    ((_, item, _),) = recipe.prompts
-    assert reward_texts(recipe, item, ["1"] * 3) == [{"reward": 1.0}] * 3
-    assert item == {"question": "1", "answer": "1", "more": [1]}
-
-
-def test_a_question_that_can_not_be_copied_is_named(tmp_path, tiny):
-    code = "import threading\ndef load(split): return [{'lock': threading.Lock(), 'question': '1'}]"
-    with pytest.raises(SystemExit, match="mine.py: the question .*lock.* keep a connection"):
-        prepared(tmp_path, tiny, f"{code}\ndef rewards(item, text): return 1.0")
 
 
 def swallows(item, text):
