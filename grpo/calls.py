@@ -5,17 +5,14 @@ with timely(60, "the rewards"): task.rewards(item, text)
 
 import contextlib
 import faulthandler
-import functools
-import math
 import os
 import signal
 import sys
 import threading
-import time
 
 from grpo import log
 
-GRACE_SECONDS = 10  # from the time limit until code that does not stop is ended with its process
+GRACE_SECONDS = 10  # after the time limit, for code that does not stop at once
 
 
 # --- A task's mistakes -----------------------------------------------------------------
@@ -44,7 +41,7 @@ def mistake(name, function, must, given="", error=None, got=None):
     this one, and the user's Ctrl-C."""
     from grpo.options.rewards import faults
 
-    if isinstance(error, TaskError) or faults.is_ctrl_c(error):
+    if isinstance(error, TaskError | KeyboardInterrupt):
         raise error
     if isinstance(error, TooSlow):
         why, must = f"took more than {error.seconds} s", faults.SOONER
@@ -87,60 +84,30 @@ class TooSlow(BaseException):
 # --- In place -------------------------------------------------------------------------
 @contextlib.contextmanager
 def timely(seconds, what):
-    """Raises TooSlow in the block after `seconds`, and logs every 10 s what it waits for. If the
-    code never returns to Python, or sets another alarm as math-verify's time limits do, the process
-    ends with its traceback GRACE_SECONDS after the limit. Sets no limit outside the main thread;
-    blocks do not nest."""
+    """Raises TooSlow in the block after `seconds`, and logs every 10 s what it waits for. The line
+    that runs then is printed, also of C code that does not return to Python. If such code computes,
+    the process ends once it has used so many seconds, and GRACE_SECONDS, of all cores' time; if it
+    sleeps, the log goes on. A block that sets another alarm, as math-verify does, or catches
+    TooSlow must look at the clock. Sets no limit outside the main thread; blocks do not nest."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    start = time.monotonic()
 
     def ring(*_):
-        waited = time.monotonic() - start
-        if waited > seconds - 0.01:
-            raise TooSlow(what, seconds)
-        log.tell(f"waited {waited:.0f} s so far for {what}")
-        signal.setitimer(signal.ITIMER_REAL, min(log.SPEAK_SECONDS, seconds - waited))
+        raise TooSlow(what, seconds)
 
     before = signal.signal(signal.SIGALRM, ring)
-    watchdog.start(seconds + GRACE_SECONDS)
-    signal.setitimer(signal.ITIMER_REAL, min(log.SPEAK_SECONDS, seconds))
+    faulthandler.register(signal.SIGALRM, sys.__stderr__, all_threads=False, chain=True)
+    # Threads of torch add to this time, so a single one may take as long as all cores together
+    signal.setitimer(signal.ITIMER_VIRTUAL, os.cpu_count() * (seconds + GRACE_SECONDS))
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        yield
+        with log.announced(what):
+            yield
     finally:
         try:
             signal.setitimer(signal.ITIMER_REAL, 0)
         finally:  # also if the alarm rings here
-            watchdog.stop()
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            faulthandler.unregister(signal.SIGALRM)
             signal.signal(signal.SIGALRM, before)
-
-
-class Watchdog:
-    """Ends the process with its traceback at a time. A thread of C does it, which needs no
-    interpreter; a forked child does not have it, and would wait for it for ever as it exits, so it
-    is stopped while a task forks. Starting takes 0.2 ms."""
-
-    ends = math.inf
-
-    def start(self, seconds):
-        self.ends = time.monotonic() + seconds
-        self._leave_out_of_forks()
-        self._go_on()
-
-    def stop(self):
-        self.ends = math.inf
-        faulthandler.cancel_dump_traceback_later()
-
-    def _go_on(self):
-        if self.ends < math.inf:
-            left = max(0.1, self.ends - time.monotonic())
-            faulthandler.dump_traceback_later(left, exit=True, file=sys.__stderr__)
-
-    @functools.cache  # noqa: B019 (once per process)
-    def _leave_out_of_forks(self):
-        stop = faulthandler.cancel_dump_traceback_later
-        os.register_at_fork(before=stop, after_in_parent=self._go_on)
-
-
-watchdog = Watchdog()

@@ -66,9 +66,6 @@ def begin():
     if sys.platform == "darwin":
         print("running on the Mac's CPU; Macs are untested, so please report what fails")
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would use the GPU, but we do not
-    # A process that a task spawns would import the script again, and so torch: 7 s and 0.4 GB. It
-    # does not if the script seems to be a package's __main__ (multiprocessing.spawn)
-    sys.modules["__main__"].__spec__ = importlib.machinery.ModuleSpec("grpo.__main__", None)
     hook, ended = sys.excepthook, lambda *_: print("\nended by Ctrl-C", file=sys.stderr)
     sys.excepthook = lambda kind, *e: (ended if kind is KeyboardInterrupt else hook)(kind, *e)
 

@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import sys
-import threading
 import time
 
 from grpo.log import tell
@@ -33,7 +32,7 @@ class Stop:
         self.asked, self.at = "", math.inf
         ends = [s for s in STOPS if signal.getsignal(s) != signal.SIG_IGN]
         ends += [s for s in ANNOUNCE if signal.getsignal(s) == signal.SIG_DFL]
-        self._keep_from_forks()
+        self._let_children_end()
         hear = signal.default_int_handler if at_once else self._hear
         self.before = {number: signal.signal(number, hear) for number in ends}
         try:
@@ -44,29 +43,10 @@ class Stop:
                 signal.signal(number, handler)
 
     @functools.cache  # noqa: B019 (once per process)
-    def _keep_from_forks(self):
-        """Gives a child that a task forks the handlers that were there before, and the end of this
-        process. Signals are blocked until the child has them: one that came earlier would be lost,
-        so that multiprocessing's Pool would wait for ever for a worker that it has terminated. The
-        child ignores Ctrl-C, as the run finishes its step."""
-        forking = threading.local()
-
-        def block():
-            forking.is_main = threading.current_thread() is threading.main_thread()
-            signal.pthread_sigmask(signal.SIG_BLOCK, self.before)
-
-        def begin():
-            for number, handler in self.before.items():
-                signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else handler)
-            if self.before and forking.is_main:  # the kernel's parent is the thread: reply()'s ends
-                end_with_parent(signal.SIGKILL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, self.before)
-
-        os.register_at_fork(
-            before=block,
-            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, self.before),
-            after_in_child=begin,
-        )
+    def _let_children_end(self):
+        """SIGTERM ends a child that a task forks, as Pool.terminate() expects."""
+        end = lambda: self.before and signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.register_at_fork(after_in_child=end)
 
     def _hear(self, number, _):
         by = signal.Signals(number).name

@@ -51,12 +51,6 @@ def no_process_is_left():
         processes.end_all()
 
 
-@pytest.fixture(autouse=True)
-def no_watchdog_ends_pytest(monkeypatch):
-    """10 s after a task's time limit, which a process that is held up for so long would exceed."""
-    monkeypatch.setattr("grpo.calls.GRACE_SECONDS", 600)
-
-
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     return make_tiny(tmp_path_factory.mktemp("tiny"))

@@ -1,7 +1,5 @@
 """What is wrong with a task: a function that has failed or has returned what it must not."""
 
-import signal
-import threading
 import traceback
 from pathlib import Path
 
@@ -39,15 +37,6 @@ def must_return(recipe):
         f" {source}, {list(recipe.weights)}, and for no other, as a dict, or the bare value if "
         '"reward" is the only name; there a reward that is only logged has the weight 0'
     )
-
-
-def is_ctrl_c(error):
-    """Returns whether an error is the user's Ctrl-C, or a signal that ends a program in its way (in
-    the background a shell has SIGINT ignored). A run catches the signal, so that there a
-    KeyboardInterrupt is the task's."""
-    by_user = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN)
-    in_main = threading.current_thread() is threading.main_thread()
-    return isinstance(error, KeyboardInterrupt) and by_user and in_main
 
 
 def shown(value, form="{!r:.500}"):

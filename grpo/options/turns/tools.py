@@ -21,7 +21,7 @@ from transformers.utils import get_json_schema
 
 from grpo.calls import TaskError, TooSlow, called
 from grpo.log import say
-from grpo.options.rewards.faults import is_ctrl_c, shown
+from grpo.options.rewards.faults import shown
 
 MAX_RESULT_CHARS = 10_000  # the model reads so many characters of a result
 CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
@@ -154,7 +154,7 @@ class Tools:
         try:
             return text_of(tool(**arguments))
         except BaseException as error:
-            if isinstance(error, TooSlow) or is_ctrl_c(error):
+            if isinstance(error, TooSlow | KeyboardInterrupt):
                 raise
             frame = traceback.extract_tb(error.__traceback__)[-1]
             kind, where = (name, type(error)), f" ({frame.filename}, line {frame.lineno})"

@@ -47,7 +47,7 @@ def rewarded(recipe):
     return reward_texts(recipe, {"question": "?", "answer": "1"}, ["1", "2"])
 
 
-KINDS = ["GeneratorExit()", "KeyboardInterrupt()", "asyncio.CancelledError()", "SystemExit(3)"]
+KINDS = ["GeneratorExit()", "asyncio.CancelledError()", "SystemExit(3)"]
 KINDS += ["BaseException('x')", "Mute()", "ValueError('x')", "TimeoutError('x')"]
 
 
