@@ -44,9 +44,19 @@ class Stop:
 
     @functools.cache  # noqa: B019 (once per process)
     def _let_children_end(self):
-        """SIGTERM ends a child that a task forks, as Pool.terminate() expects."""
-        end = lambda: self.before and signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.register_at_fork(after_in_child=end)
+        """SIGTERM ends a child that a task forks, as Pool.terminate() expects. It is blocked until
+        then: Python would lose one that comes before, and the parent would wait for ever."""
+        mask = lambda how: signal.pthread_sigmask(how, [signal.SIGTERM])
+
+        def begin():
+            if self.before:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            mask(signal.SIG_UNBLOCK)
+
+        parent = lambda: mask(signal.SIG_UNBLOCK)
+        os.register_at_fork(
+            before=lambda: mask(signal.SIG_BLOCK), after_in_parent=parent, after_in_child=begin
+        )
 
     def _hear(self, number, _):
         by = signal.Signals(number).name

@@ -1,8 +1,12 @@
 """Rewards that a task can not give, or not in time, and rewards that are awaited."""
 
 import asyncio
+import contextlib
 import math
+import multiprocessing
+import re
 import signal
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -19,6 +23,7 @@ from grpo.metrics import rollout_metrics
 from grpo.options.rewards.async_rewards import start_loop
 from grpo.prepare import prepare
 from grpo.rollout import tally
+from grpo.stop import stop
 
 NAN = {"correctness": math.nan, "format": math.nan}
 
@@ -144,3 +149,65 @@ def test_a_time_limit_holds_for_code_that_catches_it_blocks_the_loop_or_is_besid
     (group,) = sampled(FakeEngine(), recipe, prompts_of([MIXED]))
     given = [not math.isnan(rewards["format"]) for rewards in rewards_of(group)]
     assert given == [members["rewards"] is waits, False]
+
+
+# --- What graders do --------------------------------------------------------------------
+def forks_and_terminates():
+    process = FORK.Process(target=time.sleep, args=(99,))
+    process.start()
+    process.terminate()
+    process.join(60)
+    return process.exitcode == -signal.SIGTERM
+
+
+def has_a_pool():
+    with FORK.Pool(2) as pool:
+        return pool.map(abs, [-1]) == [1]
+
+
+def has_a_subprocess_with_a_limit():
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return not subprocess.run(["sleep", "99"], timeout=0.1, check=True)
+    return True
+
+
+def has_an_alarm():
+    """As math-verify has."""
+    before = signal.signal(signal.SIGALRM, lambda *_: 1 / 0)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    with contextlib.suppress(ZeroDivisionError):
+        time.sleep(99)
+    signal.signal(signal.SIGALRM, before)
+    return True
+
+
+def leaves_a_thread():
+    threading.Thread(target=time.sleep, args=(3,), daemon=True).start()
+    return True
+
+
+def catches_all():
+    try:
+        time.sleep(99)
+    except:  # noqa: E722
+        return True
+
+
+def explodes():
+    return re.match(r"(a+)+$", "a" * 64 + "b") is None
+
+
+FORK = multiprocessing.get_context("fork")
+GOOD = [forks_and_terminates, has_a_pool, has_a_subprocess_with_a_limit, has_an_alarm]
+GOOD += [leaves_a_thread]
+
+
+@pytest.mark.parametrize("call", [*GOOD, catches_all, explodes])
+def test_graders_may_do_what_graders_do(call):
+    seconds = 60 if call in GOOD else 0.3
+    recipe = recipe_with(lambda item, text: {"correctness": call(), "format": 0})
+    recipe = recipe.others(REWARD_TIMEOUT_SECONDS=seconds)
+    with stop.listening():
+        (group,) = sampled(FakeEngine(), recipe, prompts_of([MIXED]))
+    assert [r["correctness"] == 1 for r in rewards_of(group)] == [call in GOOD] * 2
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL and not stop.asked
