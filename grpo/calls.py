@@ -100,7 +100,8 @@ def timely(seconds, what):
     faulthandler.register(signal.SIGALRM, sys.__stderr__, all_threads=False, chain=True)
     # Threads of torch add to this time, so a single one may take as long as all cores together
     signal.setitimer(signal.ITIMER_VIRTUAL, os.cpu_count() * (seconds + GRACE_SECONDS))
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    # Again and again, as Python drops what a handler raises within a hook of fork() or a __del__
+    signal.setitimer(signal.ITIMER_REAL, seconds, GRACE_SECONDS)
     try:
         with log.announced(what):
             yield

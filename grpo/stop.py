@@ -46,17 +46,17 @@ class Stop:
     def _let_children_end(self):
         """SIGTERM ends a child that a task forks, as Pool.terminate() expects. It is blocked until
         then: Python would lose one that comes before, and the parent would wait for ever."""
-        mask = lambda how: signal.pthread_sigmask(how, [signal.SIGTERM])
+        block, unblock = (
+            functools.partial(signal.pthread_sigmask, how, [signal.SIGTERM])
+            for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK)
+        )
 
         def begin():
             if self.before:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            mask(signal.SIG_UNBLOCK)
+            unblock()
 
-        parent = lambda: mask(signal.SIG_UNBLOCK)
-        os.register_at_fork(
-            before=lambda: mask(signal.SIG_BLOCK), after_in_parent=parent, after_in_child=begin
-        )
+        os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=begin)
 
     def _hear(self, number, _):
         by = signal.Signals(number).name

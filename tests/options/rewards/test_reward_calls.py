@@ -6,6 +6,7 @@ import time
 import pytest
 from processes import python
 
+from grpo import calls
 from grpo.calls import TooSlow, timely
 
 
@@ -27,6 +28,21 @@ def test_what_takes_too_long_is_interrupted(busy):
     with pytest.raises(TooSlow, match="this took more than 0.2 s"), timely(0.2, "this"):
         busy()
         pytest.fail("it was not interrupted")
+
+
+def test_an_alarm_that_is_lost_rings_again(monkeypatch):
+    """Python prints and drops what is raised in a __del__, or in a hook of fork()."""
+    monkeypatch.setattr(calls, "GRACE_SECONDS", 0.2)
+
+    class Deaf:
+        def __del__(self):
+            time.sleep(0.5)
+
+    began = time.monotonic()
+    with pytest.raises(TooSlow), timely(0.1, "this"):
+        Deaf()
+        time.sleep(60)
+    assert time.monotonic() - began < 30
 
 
 def test_what_is_in_time_is_left_alone():
