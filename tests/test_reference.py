@@ -120,6 +120,7 @@ class FakeServer:
         self.asked, self.gate, self.fault = [], threading.Semaphore(0), None
 
     def score(self, groups, temperature):
+        self.temperature = temperature
         self.asked.append(len(groups))
         self.gate.acquire()
         if self.fault:
@@ -131,13 +132,14 @@ class FakeServer:
 def remote(capsys):
     """-> (server, reference, group): a group was asked for."""
     server = FakeServer()
-    reference = make_reference(constants(), None, server)
+    reference = make_reference(constants(TEMPERATURE=0.7), None, server)
     assert isinstance(reference, RemoteReference) and reference.info == server.info
     assert "a teacher, not MODEL: theirs" in capsys.readouterr().out
     first = copy.deepcopy(GROUPS[0])
     reference.ask(first)
     while not server.asked:
         time.sleep(0.001)
+    assert server.temperature == 0.7
     yield server, reference, first
     server.gate.release(99)
 
