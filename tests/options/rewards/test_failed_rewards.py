@@ -165,14 +165,13 @@ def has_a_pool():
         return pool.map(abs, [-1]) == [1]
 
 
-def has_a_subprocess_with_a_limit():
+def has_a_subprocess():
     with contextlib.suppress(subprocess.TimeoutExpired):
         return not subprocess.run(["sleep", "99"], timeout=0.1, check=True)
     return True
 
 
-def has_an_alarm():
-    """As math-verify has."""
+def has_an_alarm():  # as math-verify has
     before = signal.signal(signal.SIGALRM, lambda *_: 1 / 0)
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     with contextlib.suppress(ZeroDivisionError):
@@ -198,8 +197,7 @@ def explodes():
 
 
 FORK = multiprocessing.get_context("fork")
-GOOD = [forks_and_terminates, has_a_pool, has_a_subprocess_with_a_limit, has_an_alarm]
-GOOD += [leaves_a_thread]
+GOOD = [forks_and_terminates, has_a_pool, has_a_subprocess, has_an_alarm, leaves_a_thread]
 
 
 @pytest.mark.parametrize("call", [*GOOD, catches_all, explodes])
