@@ -129,9 +129,7 @@ def main(seed, rewards="plain", **constants):
     model, final = f"{folder}/warm_start", Path(folder, "final")
     if Path(folder).exists():
         if not Path(model).exists():
-            raise SystemExit(
-                f"RUN_DIR = {folder!r} exists, and no demo has made it: choose another"
-            )
+            raise SystemExit(f"RUN_DIR = {folder!r}: no demo has made it, so choose another folder")
         shutil.rmtree(folder)  # of an earlier demo
     print(f"1. warm start: a tiny Qwen2 learns from sloppy examples (seed {seed})", flush=True)
     warm_start(model, arithmetic, seed, warm_steps)

@@ -113,7 +113,7 @@ QUESTIONS = {
     ),
     "flat": Question(
         "Which zero-variance groups are skipped?",
-        ("plain", "flat_reward", "flat_kept"),
+        ("plain", "flat_kept"),
         panels=(ACCURACY, FORMAT),
     ),
     "truncated": Question(

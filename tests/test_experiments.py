@@ -10,6 +10,7 @@ from grpo.task import load_task
 
 @pytest.mark.parametrize("case", [*questions.CASES.values(), *curves.CASES.values()])
 def test_a_case_can_run_with_its_constants(case):
+    assert {n for q in questions.QUESTIONS.values() for n in q.cases} <= questions.CASES.keys()
     constants = runs.constants_of(case, 0, "runs/x", questions.COMMON)
     settled(trainer.DEFAULTS, constants)
     weights = constants.get("REWARD_WEIGHTS", load_task(constants["TASK"]).REWARD_WEIGHTS)

@@ -1,5 +1,4 @@
-"""Our loss and its gradient against TRL's, on a table that TRL has computed in float64: by
-`git show 0a43e07:tests/trl_loss_table.py`, with the versions that the table names."""
+"""Our loss and its gradient against TRL's, by `git show 0a43e07:tests/trl_loss_table.py`."""
 
 import json
 from pathlib import Path
