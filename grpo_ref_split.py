@@ -25,7 +25,6 @@ the LM head, H hidden size. A `step` is one optimizer update, or an attempt with
 
 import contextlib
 import math
-from collections import Counter
 
 from grpo import checks
 from grpo.constants import before_torch, command_line, defaults_in
@@ -146,52 +145,52 @@ def sample_rollout(run):
     """Collective: samples a rollout, and returns
     groups: what all ranks train next, with the reference's log-probs;
     metrics: {name: mean over the sampled groups};
-    sampled: every group of this rank, including workers' groups and flat ones;
+    sampled: every group, including those that are not trained;
     taken: how many prompts all ranks have taken from run.stream, from Progress.prompts on.
 
     Workers' groups are taken first; ranks sample what is missing. Each group that was started is
     finished and used: to stop when enough are complete would favor short completions.
     """
-    c, p, clock, counts, sampled = run.c, run.progress, run.clock, Counter(), []
+    c, p, clock = run.c, run.progress, run.clock
     with clock.part("wait"), ranks.all_or_none():  # collective
         from_workers = run.workers.take(p.step)
-    theirs = ranks.gather_groups([g for g in from_workers if not g.skipped])  # collective
+    theirs = ranks.gather_groups(from_workers)  # collective
     mine = theirs[dist.get_rank() :: dist.get_world_size()]  # each rank's reference scores a share
-    for group in mine:
+    for group in to_train(mine):
         run.reference.ask(group)
-    missing = max(0, c.PROMPTS_PER_STEP - len(theirs))
+    missing = max(0, c.PROMPTS_PER_STEP - len(to_train(theirs)))
     if missing:
         waits = ranks.all_or_none(clock.part("wait"))  # collective; follow: new weights for vLLM
         with waits, clock.part("sample"), run.sampler.follow(p.step):
-            for group in sample_share(run, missing, counts):
-                sampled.append(group)
+            for group in sample_share(run, missing):
+                mine.append(group)
                 if not group.skipped:
                     run.reference.ask(group)  # a server scores it meanwhile
-                    mine.append(group)
     with ranks.all_or_none(clock.part("wait")):  # collective
-        set_advantages(run.recipe, [*sampled, *from_workers, *mine])  # line 9
+        set_advantages(run.recipe, mine)  # line 9
         with clock.part(run.reference.part):
-            run.reference.fill(mine, c.MICRO_BATCH_TOKENS)
+            run.reference.fill(to_train(mine), c.MICRO_BATCH_TOKENS)
     with clock.part("wait"):
-        groups = ranks.gather_groups(mine)  # collective
-    seconds = clock.parts["sample"]
-    metrics = rollout_metrics(run, counts, seconds, from_workers, sampled)  # collective
-    return groups, metrics | run.workers.metrics(groups, p.step), sampled + from_workers, missing
+        sampled = ranks.gather_groups(mine)  # collective
+    groups, metrics = to_train(sampled), rollout_metrics(run, sampled, clock.parts["sample"])
+    return groups, metrics | run.workers.metrics(groups, p.step), sampled, missing
 
 
-def sample_share(run, number, counts):
-    """Yields this rank's share of the next `number` groups, each as soon as it is finished; adds
-    their tally to `counts`."""
+def to_train(groups):
+    return [group for group in groups if not group.skipped]
+
+
+def sample_share(run, number):
+    """Yields this rank's share of the next `number` groups, each as soon as it is finished."""
     rank, step, first = dist.get_rank(), run.progress.step, run.progress.prompts
     mine = range(first + rank, first + number, dist.get_world_size())
     prompts = (run.stream[n] for n in mine)  # line 5
     settings = {"seed": rollout.seed_of(run.c.SEED, step, 0, rank)}  # 0: as earlier versions had it
     settings["timed"] = lambda: run.clock.part("reward")
     groups = rollout.sampled_and_rewarded(run.sampler, run.recipe, prompts, **settings)
-    for group in groups:  # lines 7, 8
-        counts.update(tally := rollout.tally(run.recipe, group))  # flat groups too
-        group.id, group.version = f"{step:06d}-{rank:04d}-{counts['groups']:04d}", step
-        group.skipped = bool(tally["skipped"])
+    for done, group in enumerate(groups, start=1):  # lines 7, 8
+        group.id, group.version = f"{step:06d}-{rank:04d}-{done:04d}", step
+        rollout.skip_if_flat(run.c, group)
         yield group
 
 

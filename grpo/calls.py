@@ -1,14 +1,19 @@
 """Calls a task's functions with a time limit. A mistake in the task raises TaskError.
 
-with timely(60, "the rewards"): task.rewards(item, text)
+    calls = [(task.rewards, item, text) for text in texts]
+    answers(60, "the rewards", calls, begin(60, calls), mistaken)
+
+Plain functions run in the main thread, one after another; `async` ones on an event loop, together.
 """
 
 import contextlib
 import faulthandler
+import inspect
 import os
 import signal
 import sys
 import threading
+import time
 
 from grpo import log
 
@@ -59,11 +64,6 @@ def task_file(name):
     return name if name.endswith(".py") else f"tasks/{name}.py"
 
 
-def has_turns(task):
-    """Returns whether a completion may have several turns."""
-    return hasattr(task, "reply") or hasattr(task, "Environment")
-
-
 def environment_rewards(task):
     """Returns whether the task's environments reward their completions themselves."""
     return hasattr(getattr(task, "Environment", None), "rewards")
@@ -81,14 +81,62 @@ class TooSlow(BaseException):
         self.seconds = seconds
 
 
-# --- In place -------------------------------------------------------------------------
+# --- Calls ----------------------------------------------------------------------------
+def begin(seconds, calls):
+    """Begins those of `calls`, [(function, *arguments)], whose function is async. Returns a list
+    with the Future of each of them, and None for the others."""
+    futures = [None] * len(calls)
+    for number, call in enumerate(calls):
+        if inspect.iscoroutinefunction(call[0]):
+            from grpo.options.rewards.async_rewards import begin_async
+
+            futures[number] = begin_async(seconds, *call)
+    return futures
+
+
+def answers(seconds, what, calls, futures, mistaken, *, shared=True):
+    """Returns what the calls return, in order, with a TooSlow in the place of one that takes longer
+    than `seconds`; plain calls share them unless `shared` is false. `futures` is begin's result.
+    If call i raises an error, raises mistaken(i, error)."""
+    found, left = [], seconds
+    with log.announced(what):
+        for call, future in zip(calls, futures, strict=True):
+            began = time.monotonic()
+            try:
+                limit = seconds if future or not shared else left
+                found.append(answer(limit, what, call, future))
+            except TooSlow as late:
+                found.append(late)
+            except BaseException as error:
+                raise mistaken(len(found), error) from error
+            left -= 0 if future else time.monotonic() - began
+    return found
+
+
+def answer(seconds, what, call, future):
+    """Returns what a call returns, whose `future` is None if it is plain. Raises TooSlow."""
+    if future:
+        try:
+            return future.result(seconds + GRACE_SECONDS)  # grace for code that blocks the loop
+        except TimeoutError:
+            raise TooSlow(what, seconds) from None
+    if seconds <= 0:  # others have used them
+        raise TooSlow(what, seconds)
+    (function, *arguments), began = call, time.monotonic()
+    with timely(seconds, what):
+        found = function(*arguments)
+    if time.monotonic() - began > seconds:  # the function has caught TooSlow
+        raise TooSlow(what, seconds)
+    return found
+
+
 @contextlib.contextmanager
 def timely(seconds, what):
-    """Raises TooSlow in the block after `seconds`, and logs every 10 s what it waits for. The line
-    that runs then is printed, also of C code that does not return to Python. If such code computes,
-    the process ends once it has used so many seconds, and GRACE_SECONDS, of all cores' time; if it
-    sleeps, the log goes on. A block that sets another alarm, as math-verify does, or catches
-    TooSlow must look at the clock. Sets no limit outside the main thread; blocks do not nest."""
+    """Raises TooSlow in the block after `seconds`. The line that runs then is printed, also of C
+    code that does not return to Python. If such code computes, the process ends once it has used so
+    many seconds, and GRACE_SECONDS, of all cores' time; if it sleeps, others log that they wait. A
+    block that sets another alarm, as math-verify does, or catches TooSlow must look at the clock.
+    Sets no limit outside the main thread; blocks do not nest."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -103,8 +151,7 @@ def timely(seconds, what):
     # Again and again, as Python drops what a handler raises within a hook of fork() or a __del__
     signal.setitimer(signal.ITIMER_REAL, seconds, GRACE_SECONDS)
     try:
-        with log.announced(what):
-            yield
+        yield
     finally:
         try:
             signal.setitimer(signal.ITIMER_REAL, 0)

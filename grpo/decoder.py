@@ -1,7 +1,7 @@
 """Runs a model token by token, for the S sequences of a wave (sampler.py).
 
     decoder = make_decoder(model)
-    logits = decoder.begin(prompts, sizes)  # (S, V'): prompt i runs once, for sizes[i] sequences
+    logits = decoder.begin(prompts, times)  # (S, V'): each prompt runs once, for `times` sequences
     logits = decoder.next_logits(tokens)    # (S, V'), after one more token of each sequence
     decoder.keep(indices)                   # drops all sequences but these
 
@@ -31,12 +31,9 @@ class CachedDecoder:
         self.model = model
         self.cache = self.mask = self.positions = None
 
-    def begin(self, prompts, sizes):
+    def begin(self, prompts, times):
         logits, self.cache, self.mask = prefill(self.model, prompts)
         lengths = torch.tensor([[len(ids)] for ids in prompts], device=logits.device)
-        # One number where all are equal, as torch waits for the GPU to sum up a tensor of them
-        equal = len(set(sizes)) == 1
-        times = sizes[0] if equal else torch.tensor(sizes, device=logits.device)
         self.cache.batch_repeat_interleave(times)
         if self.mask is not None:
             self.mask = self.mask.repeat_interleave(times, 0)  # (S, P)

@@ -9,14 +9,15 @@ import itertools
 import math
 import time
 from collections import Counter
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
 
 from grpo.proof import EVIDENCE, MISMATCH
-from grpo.ranks import add_up, all_or_none
+from grpo.ranks import all_or_none, gather_groups
 from grpo.reference import is_teacher
-from grpo.rollout import sampled_and_rewarded, tally
+from grpo.rollout import applying, is_flat, sampled_and_rewarded
 from grpo.stop import stop
 
 PARTS = ("sample", "reward", "score", "wait", "backward", "step", "publish", "other")
@@ -31,6 +32,11 @@ NAMES = {  # the metrics' names, which are TRL's and Tinker's
     "clip_low": "clip_ratio/low_mean",
     "clip_high": "clip_ratio/high_mean",
     "mismatch": MISMATCH,
+}
+EVALUATED = {  # of an evaluation, under the names of its own
+    "completions/clipped_ratio": "truncated",
+    "completions/mean_length": "completion_tokens",
+    "num_turns/mean": "num_turns",
 }
 
 
@@ -138,64 +144,65 @@ def evaluate(policy, step, recipe, prompts):
     of positive values of each reward, the truncated share and the mean length. A reward's share is
     over the answers to which it applies; without any, it is absent. Once a stop is requested, no
     further question begins."""
-    count, mine = Counter(), prompts[dist.get_rank() :: dist.get_world_size()]
+    mine = prompts[dist.get_rank() :: dist.get_world_size()]
     mine = itertools.takewhile(lambda _: not stop.asked, mine)
     with all_or_none(), policy.follow(step):  # collective
-        for group in sampled_and_rewarded(policy, recipe, mine, seed=0):
-            (sample,) = group.samples
-            count.update(tally(recipe, group))
-            count.update({f"positive_{name}": int(r > 0) for name, r in sample.rewards.items()})
-            count["turns"] += len(sample.text[::2]) if recipe.has_turns else 0
-    total = add_up(count)  # collective
-    shares = {"accuracy": ("right", f"applicable_{recipe.outcome}")}
-    for name in recipe.weights:
-        shares[f"positive_{name}"] = f"positive_{name}", f"applicable_{name}"
-    shares |= {"truncated": ("truncated", "completions")}
-    shares |= {"completion_tokens": ("tokens", "completions")}
-    shares |= {"num_turns": ("turns", "completions")} if total["turns"] else {}
-    return {f"eval_{k}": total[name] / total[of] for k, (name, of) in shares.items() if total[of]}
+        groups = list(sampled_and_rewarded(policy, recipe, mine, seed=0))
+    groups = gather_groups(groups)  # collective
+    found = means_over(recipe, groups)
+    positive = {f"positive_{name}": values for name, values in rewards_of(recipe, groups).items()}
+    shares = {name: [value > 0 for value in values] for name, values in positive.items()}
+    found |= {name: fmean(share) for name, share in shares.items() if share}
+    names = ["accuracy", *shares, *EVALUATED]
+    return {f"eval_{EVALUATED.get(name, name)}": found[name] for name in names if name in found}
 
 
-def rollout_metrics(run, count, seconds, from_workers, sampled=()):
-    """Collective: returns metrics over the groups that all ranks and workers sampled for a rollout.
-    `sampled` are this rank's own groups, `count` the sums over them (rollout.tally), and `seconds`
-    the time for sampling them. `from_workers` are the groups that this rank has received from
-    workers."""
-    recipe = run.recipe
-    count["trainer_tokens"] = count["tokens"]
-    for group in from_workers:
-        count.update(tally(recipe, group))
-    total = add_up(count)  # collective
-    n, groups = max(total["completions"], 1), max(total["groups"], 1)
-    ended = total["completions"] - total["truncated"]
-    means = {"completions/mean_terminated_length": total["ended_tokens"] / ended} if ended else {}
-    for name in recipe.weights:
-        sums = (total[f"{kind}_{name}"] for kind in ("reward", "square", "applicable"))
-        means |= mean_and_std(f"rewards/{name}", *sums)
-    if judged := total[f"applicable_{recipe.outcome}"]:
-        means["accuracy"] = total["right"] / judged
-    if recipe.has_turns:
-        from grpo.options.turns.counts import turn_metrics
-
-        means |= turn_metrics([*sampled, *from_workers])  # collective
-    if total["unrewarded"]:
-        means["rewards/none"] = total["unrewarded"] / n
+def rollout_metrics(run, groups, seconds):
+    """Returns metrics over the groups that all ranks and workers sampled for a rollout; this rank
+    has sampled for `seconds`."""
+    found, lengths = means_over(run.recipe, groups), Counter()
+    for group in groups:
+        lengths[group.sampler] += sum(sample.length for sample in group.samples)
     if seconds:  # 0 if workers sampled all groups
-        means["tokens_per_second"] = total["trainer_tokens"] / seconds
-    return means | {
-        "reward": total["total"] / n,
-        "reward_std": total["group_std"] / groups,
-        "completions/mean_length": total["tokens"] / n,
-        "completions/clipped_ratio": total["truncated"] / n,
-        "frac_reward_zero_std": total["flat"] / groups,
-        "epoch": (run.progress.groups + total["groups"]) / max(len(recipe.prompts), 1),
-        "groups_sampled": int(total["groups"]),
-        "tokens_sampled": int(total["tokens"]),
+        found["tokens_per_second"] = lengths["trainer"] / seconds
+    return found | {
+        "epoch": (run.progress.groups + len(groups)) / max(len(run.recipe.prompts), 1),
+        "groups_sampled": len(groups),
+        "tokens_sampled": lengths.total(),
     }
 
 
-def mean_and_std(name, total, squares, number):
-    """Returns the mean and the unbiased standard deviation of `number` values; {} if that is 0."""
-    mean = total / max(number, 1)
-    variance = max(squares - number * mean**2, 0.0) / max(number - 1, 1)
-    return {f"{name}/mean": mean, f"{name}/std": math.sqrt(variance)} if number else {}
+def rewards_of(recipe, groups):
+    """Returns {name: the values of this reward that apply}."""
+    samples = [sample for group in groups for sample in group.samples]
+    return {name: applying(s.rewards[name] for s in samples) for name in recipe.weights}
+
+
+def means_over(recipe, groups):
+    """Returns the means over the samples of groups; what applies to none of them is absent."""
+    samples, rewards = [s for group in groups for s in group.samples], rewards_of(recipe, groups)
+    totals = [[0.0 if math.isnan(s.total) else s.total for s in group.samples] for group in groups]
+    values = {
+        "reward": list(itertools.chain(*totals)),  # as TRL's nansum
+        "reward_std": [spread(applying(s.total for s in group.samples)) for group in groups],
+        "frac_reward_zero_std": list(map(is_flat, groups)),
+        "accuracy": [value > 0 for value in rewards[recipe.outcome]],
+        "completions/mean_length": [s.length for s in samples],
+        "completions/clipped_ratio": [s.truncated for s in samples],
+        "completions/mean_terminated_length": [s.length for s in samples if not s.truncated],
+    }
+    values |= {f"rewards/{name}/mean": found for name, found in rewards.items()}
+    means = {name: fmean(found) for name, found in values.items() if found}
+    means |= {f"rewards/{name}/std": spread(found) for name, found in rewards.items() if found}
+    if none := sum(math.isnan(s.total) for s in samples):
+        means["rewards/none"] = none / len(samples)
+    if recipe.has_turns:
+        from grpo.options.turns.counts import turn_metrics
+
+        means |= turn_metrics(samples)
+    return means
+
+
+def spread(values):
+    """Returns the unbiased standard deviation of a list, 0 if it has fewer than two values."""
+    return torch.tensor(values, dtype=torch.float64).std().item() if values[1:] else 0.0

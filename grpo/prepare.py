@@ -5,15 +5,12 @@ is needed, so that a mistake in the task's file is reported at once.
 """
 
 import functools
-import inspect
 import math
 
-from grpo.calls import TaskError, called, has_turns
+from grpo.calls import TaskError, called
 from grpo.log import say
 from grpo.rewards import reward_texts
 from grpo.task import Recipe, load_chat, load_split, load_task
-
-REWARDS = "rewards", "group_rewards"  # a task's functions that may be async
 
 
 def prepare(c, needs_server=False):
@@ -39,7 +36,7 @@ def prepare_task(c, *, split, shown, server=None):
     task, tokenizer = load_task(c.TASK), load_tokenizer(c.MODEL)
     if server:
         server.check(c, tokenizer)
-    prompts, parts = load_split(c, task, split, tokenizer), {"submit": submit_of(c, task)}
+    prompts, parts = load_split(c, task, split, tokenizer), {}
     ends = {tuple(ids[-4:]) for _, _, ids in prompts}  # few: those of the chat template
     tags = any(tokenizer.decode(end).rstrip().endswith((">", "]")) for end in ends)
     if tags or any(hasattr(ids, "opening") for _, _, ids in prompts):
@@ -49,15 +46,6 @@ def prepare_task(c, *, split, shown, server=None):
     recipe = Recipe(c, task, prompts, **parts).resolved()
     preview(recipe, tokenizer, shown)
     return tokenizer, recipe
-
-
-def submit_of(c, task):
-    """Returns Recipe.submit: what calls the task's async functions, or None if it has none."""
-    if any(inspect.iscoroutinefunction(getattr(task, name, None)) for name in REWARDS):
-        from grpo.options.rewards.async_rewards import start_loop
-
-        return start_loop(task, c.REWARD_TIMEOUT_SECONDS)
-    return None
 
 
 # --- Preview --------------------------------------------------------------------------
@@ -129,8 +117,7 @@ def check_gold(recipe, item, tokenizer, opening):
 def gold_of(recipe, item, must, or_none=False):
     """Returns gold(item), or item["answer"] without gold(): a right text, or a list of the model's
     turns if the task has reply(). Raises TaskError with `must` for anything else."""
-    task = recipe.task
-    kinds = (str, list) if has_turns(task) else str
+    task, kinds = recipe.task, (str, list) if recipe.has_turns else str
     gold = lambda: task.gold(item) if hasattr(task, "gold") else str(item["answer"])
     holds = lambda got: (isinstance(got, kinds) and got != []) or (got is None and or_none)
     return called(recipe.c.TASK, f"gold({item!r:.500})", must, gold, holds)

@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import os
 import signal
-from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
 
@@ -87,14 +86,6 @@ def gather_groups(mine):
     rank: without their items, which may be anything, even what can't be sent."""
     shares = gathered([replace(group, item=None) for group in mine])
     return sorted(itertools.chain(*shares), key=lambda group: group.id)
-
-
-def add_up(count):
-    """Collective: returns the sum of all ranks' Counters."""
-    total = Counter()
-    for part in gathered(count):
-        total.update(part)
-    return total
 
 
 def any_rank(holds):

@@ -51,7 +51,7 @@ def sample_longest(c, policy, rows, prompt, turns):
     prompts = [[1] * max(1, prompt - n % 2) for n in range(number)]
     with policy.as_sampler():
         decoder = make_decoder(policy.model)
-        logits = decoder.begin(prompts, [group_size] * number)
+        logits = decoder.begin(prompts, group_size)
         decoder.fill(more)
         logits = decoder.next_logits(logits.argmax(-1))
         draw(logits[:, : policy.vocab_size], c.TEMPERATURE, policy.generator(seed=0))

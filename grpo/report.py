@@ -82,7 +82,8 @@ class RunFolder:
             return
         step, decode = run.progress.step + 1, run.policy.tokenizer.decode
         group = groups[step % len(groups)]
-        item, numbered = group.item, enumerate(group.samples)
+        item = next(q.item for q in run.recipe.prompts if q.index == group.index)
+        numbered = enumerate(group.samples)
         for i, sample in sorted(numbered, key=lambda pair: -pair[1].advantage):
             record = {
                 "step": step,

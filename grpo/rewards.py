@@ -9,80 +9,62 @@ name of REWARD_WEIGHTS, in that order; NaN is None, and so is what a call that t
 import copy
 import math
 import numbers
-import time
 
-from grpo.calls import TooSlow, by_name, environment_rewards, mistake, timely
-from grpo.log import announced, say
+from grpo.calls import TooSlow, answers, begin, by_name, environment_rewards, mistake
+from grpo.log import say
 from grpo.sample import Group, Sample
 
 
 # --- What is called ---------------------------------------------------------------------
 def calls_of(recipe, group):
-    """Returns the calls that reward a group: [(function, text or texts)]. If completions may have
-    several turns, a plain text becomes a completion of one turn."""
-    texts = [sample.text for sample in group.samples]
+    """Returns the calls that reward a group. If completions may have several turns, a plain text
+    becomes a completion of one turn."""
+    task, texts = recipe.task, [sample.text for sample in group.samples]
     if recipe.has_turns:
         texts = [[text] if isinstance(text, str) else list(text) for text in texts]
-    alone = [("rewards", copy.copy(text)) for text in texts if hasattr(recipe.task, "rewards")]
-    return alone + [("group_rewards", texts)] * hasattr(recipe.task, "group_rewards")
+    calls = []
+    if hasattr(task, "rewards"):
+        calls += [(task.rewards, group.item, copy.copy(text)) for text in texts]
+    if hasattr(task, "group_rewards"):
+        calls.append((task.group_rewards, group.item, texts))
+    return calls
 
 
 def begin_rewards(recipe, group):
     """Begins the calls of a group's `async` functions, so that they are awaited while others are
-    sampled. Returns {number in calls_of: Future}."""
-    if not recipe.submit:
-        return {}
-    return {
-        number: recipe.submit(function, group.item, texts)
-        for number, (function, texts) in enumerate(calls_of(recipe, group))
-        if recipe.submit.takes(function)
-    }
+    sampled. Returns answers_of's `futures`."""
+    return begin(recipe.c.REWARD_TIMEOUT_SECONDS, calls_of(recipe, group))
 
 
 def answers_of(recipe, group, futures):
     """Returns what the calls of a group return, and None for those that take too long, which are
-    logged. Each future has its own time limit; all other calls share one, in order: at its end the
-    rest is not called. Raises TaskError if a call fails."""
+    logged. Raises TaskError if a call fails."""
     calls, seconds = calls_of(recipe, group), recipe.c.REWARD_TIMEOUT_SECONDS
-    found, late = [None] * len(calls), []
     what = f"the rewards of question {group.item.get('question', group.item)!r:.80}"
-    for number, future in futures.items():
-        try:
-            with announced(what):
-                found[number] = recipe.submit.result(future)
-        except TooSlow:
-            late.append(number)
-        except BaseException as error:
-            raise call_mistake(recipe, group.item, *calls[number], error) from error
-    left = [number for number in range(len(calls)) if number not in futures]
-    began = time.monotonic()
-    try:
-        with timely(seconds, what):
-            while left:
-                function, texts = calls[left[0]]
-                answer = getattr(recipe.task, function)(group.item, texts)
-                if time.monotonic() - began > seconds:  # the task has caught TooSlow
-                    raise TooSlow(what, seconds)
-                found[left.pop(0)] = answer
-    except TooSlow:  # with nothing left, if the alarm rang after the last call
-        late += left
-    except BaseException as error:
-        raise call_mistake(recipe, group.item, function, texts, error) from error
+    mistaken = lambda number, error: call_mistake(recipe, *calls[number], error)
+    found = answers(seconds, what, calls, futures, mistaken)
+    late = [number for number, answer in enumerate(found) if isinstance(answer, TooSlow)]
     if late:
-        function, texts = calls[late[0]]
+        function, _, texts = calls[late[0]]
+        name = name_of(recipe, function)
         say(
             f"REWARD_TIMEOUT_SECONDS: {what} took more than {seconds} s: {len(late)} of"
-            f" {len(calls)} calls count as None, from {function}() of {texts!r:.200} on"
+            f" {len(calls)} calls count as None, from {name}() of {texts!r:.200} on"
         )
-    return found
+    return [None if number in late else answer for number, answer in enumerate(found)]
 
 
-def call_mistake(recipe, item, function, seen, error):
+def call_mistake(recipe, function, item, seen, error):
     """Returns the TaskError of a function that has raised `error` for the text or texts `seen`."""
-    kind = "completions" if function == "group_rewards" else "completion"
+    name = name_of(recipe, function)
+    kind = "completions" if name == "group_rewards" else "completion"
     given = f"; question {item!r:.500}, {kind} {seen!r:.500}"
     must = f"take (item, {kind}) and reward any"
-    return mistake(recipe.c.TASK, f"{function}()", must, given, error=error)
+    return mistake(recipe.c.TASK, f"{name}()", must, given, error=error)
+
+
+def name_of(recipe, function):
+    return "rewards" if function == getattr(recipe.task, "rewards", None) else "group_rewards"
 
 
 # --- What is made of it -----------------------------------------------------------------

@@ -11,8 +11,6 @@ import math
 import random
 from collections import deque
 
-import torch
-
 from grpo.rewards import begin_rewards, rewarded
 from grpo.sample import Group, Prompt
 
@@ -72,7 +70,7 @@ def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.null
 
     for group in sampled(policy, recipe, prompts, seed=seed):
         waiting.append((group, begin_rewards(recipe, group)))
-        while waiting and all(future.done() for future in waiting[0][1].values()):
+        while waiting and all(future.done() for future in waiting[0][1] if future):
             yield finish(*waiting.popleft())
     while waiting:
         yield finish(*waiting.popleft())
@@ -85,43 +83,24 @@ def seed_of(*parts):
 
 
 # --- Count --------------------------------------------------------------------------
-def is_flat(values):
-    """Returns whether all `values` of a group are equal. If they are outcomes, only the other
-    rewards, such as the format, would tell the completions apart, and dividing by the std would
-    blow these small differences up. If they are total rewards, nothing tells them apart.
-
-    >>> is_flat([1, 1, 1]), is_flat([1, -1, 1])
-    (True, False)
-    """
-    return max(values, default=0) - min(values, default=0) < 1e-6
+def is_flat(group):
+    """Returns whether the total rewards of a group's completions are equal, so that nothing tells
+    them apart: their advantages are 0, or rounding errors divided by the std."""
+    totals = applying(sample.total for sample in group.samples)
+    return max(totals, default=0) - min(totals, default=0) < 1e-6
 
 
-def tally(recipe, group):
-    """Returns {name: number} of a group; tallies are added up. Each reward adds "reward_NAME" (the
-    sum of the reward), "square_NAME" (the sum of its squares) and "applicable_NAME" (the number of
-    completions)."""
-    samples = group.samples
-    applicable = {name: applying(s.rewards[name] for s in samples) for name in recipe.weights}
-    outcomes, totals = applicable[recipe.outcome], applying(s.total for s in samples)
-    flat = int(is_flat(totals))
-    sums = {f"reward_{name}": sum(values) for name, values in applicable.items()}
-    sums |= {f"square_{name}": sum(v * v for v in values) for name, values in applicable.items()}
-    sums |= {f"applicable_{name}": len(values) for name, values in applicable.items()}
-    return sums | {
-        "groups": 1,
-        "skipped": flat * recipe.c.SKIP_FLAT_GROUPS,
-        "flat": flat,
-        "completions": len(samples),
-        "tokens": sum(s.length for s in samples),
-        "truncated": sum(s.truncated for s in samples),
-        "unrewarded": len(samples) - len(totals),
-        "right": sum(value > 0 for value in outcomes),
-        "ended_tokens": sum(s.length for s in samples if not s.truncated),
-        "total": sum(totals),
-        "group_std": torch.tensor(totals, dtype=torch.float64).std().item() if totals[1:] else 0.0,
-    }
+def skip_if_flat(c, group):
+    """Marks a flat group, with SKIP_FLAT_GROUPS, as one that is only counted."""
+    group.skipped = c.SKIP_FLAT_GROUPS and is_flat(group)
+    for sample in group.samples if group.skipped else ():
+        sample.logps = []  # of no use any more, and half of what ranks and workers send
 
 
 def applying(values):
-    """Returns the values without NaN, which means that the reward does not apply."""
+    """Returns the values without NaN, which means that the reward does not apply.
+
+    >>> applying([1.0, math.nan])
+    [1.0]
+    """
     return [value for value in values if not math.isnan(value)]

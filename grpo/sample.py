@@ -20,11 +20,10 @@ class Question(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """What sampler.stream_groups takes; for each group it yields (key, [Sample] * G)."""
+    """What sampler.stream_groups takes; for each it yields (key, [Sample] * G)."""
 
     key: object  # a Question, or the conversations that go on (turns.py)
     ids: list[int]
-    groups: int = 1  # how many groups of G completions it begins
     limit: int | None = None  # tokens of each completion; None: max_new_tokens
 
 
@@ -75,7 +74,7 @@ class Group:
     id: str = ""  # unique in its run; a step trains its groups in the order of their ids
     sampler: str = "trainer"  # or a worker's name
     version: int = 0  # the number of steps that the policy had made when it sampled
-    skipped: bool = False  # whether it is not trained, as it has zero variance (rollout.tally)
+    skipped: bool = False  # whether it is not trained, as it has zero variance (rollout.is_flat)
     run: str = ""  # a worker's group: the run whose policy sampled it
     outcome: str = ""  # a worker's group: the reward that decides correctness
     noise: float = 0.0  # a worker's group: the noise of its policy

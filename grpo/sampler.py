@@ -71,7 +71,7 @@ def stream_groups(
         check_ids(new, vocab_size)
         wave = Wave(new, group_size, max_new_tokens, eos_ids, stop_strings, model.device)
         decoder = make_decoder(model)
-        logits = decoder.begin([prompt.ids for prompt in new], wave.sizes)  # (S, V'), with padding
+        logits = decoder.begin([prompt.ids for prompt in new], group_size)  # (S, V'), with padding
         while True:
             yield from wave.write(*draw(logits[:, :vocab_size], temperature, generator))
             if not wave.unfinished:
@@ -102,12 +102,11 @@ class Wave:
     def __init__(self, prompts, group_size, limit, eos_ids, stop_strings, device):
         self.eos_ids, self.stop_strings = eos_ids, stop_strings
         self.eos = torch.tensor(sorted(eos_ids), device=device)
-        self.sizes = [prompt.groups * group_size for prompt in prompts]  # sequences of each prompt
         self.rows, limits = [], []  # (S,) of each: key and completions of its group, its number
-        for key, _, groups, own in prompts:
-            for group in ([None] * group_size for _ in range(groups)):
-                self.rows += [(key, group, i) for i in range(group_size)]
-                limits += [own or limit] * group_size
+        for key, _, own in prompts:
+            group = [None] * group_size
+            self.rows += [(key, group, i) for i in range(group_size)]
+            limits += [own or limit] * group_size
         self.limits = torch.tensor(limits, device=device)  # (S,)
         self.ids = self.limits.new_zeros(len(limits), max(limits))  # (S, T)
         self.logps = torch.zeros(self.ids.shape, device=device)  # (S, T)

@@ -1,12 +1,12 @@
 """The start of a run, new or resumed. `c` has the trainer's constants as attributes."""
 
+import inspect
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from grpo.calls import environment_rewards
 from grpo.checkpoint import check_disk, try_save
 from grpo.devices import out_of_memory_names
 from grpo.engine import make_engine, training_threads
@@ -89,7 +89,8 @@ def uses_of(c, policy, sampler, engine, recipe, reference):
     device = torch.cuda.get_device_name() if weight.is_cuda else weight.device.type
     chunks = "in chunks, by Triton" if c.FUSED_LOSS else "in chunks, by torch"
     lora = f", LoRA of rank {c.LORA_RANK}" + " on weights of 4 bits" * (c.BASE_BITS == 4)
-    beside = recipe.submit or environment_rewards(recipe.task)
+    functions = (getattr(recipe.task, name, None) for name in ("rewards", "group_rewards"))
+    beside = any(map(inspect.iscoroutinefunction, functions))
     return {
         "ranks": dist.get_world_size(),
         "device": f"{device}, {training_threads()} CPU threads a rank",

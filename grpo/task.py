@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grpo.calls import TaskError, called, environment_rewards, has_turns, task_file
+from grpo.calls import TaskError, called, environment_rewards, task_file
 from grpo.constants import real
 from grpo.log import say
 from grpo.rewards import begin_rewards, group_of, values_of
@@ -47,9 +47,9 @@ def load_task(name):
         if not hasattr(task, function):
             raise TaskError(name, function, "is missing", "be a function, as in tasks/gsm8k.py")
     if hasattr(task, "TOOLS") or hasattr(getattr(task, "Environment", None), "TOOLS"):
-        from grpo.options.turns.tools import give_tools
+        from grpo.options.turns.tools import describe_tools
 
-        give_tools(name, task)
+        describe_tools(name, task)
     with contextlib.suppress(AttributeError, OSError, TypeError):
         if not hasattr(task, "_grpo_code"):  # the file may change during the run
             task._grpo_code = Path(task.__file__).read_bytes()
@@ -100,7 +100,6 @@ class Recipe:
     prompts: list  # Questions of the training split
     weights: dict | None = None  # {reward: weight}: REWARD_WEIGHTS, or the task's (resolved)
     outcome: str = ""  # the reward that decides correctness: OUTCOME, or the task's (resolved)
-    submit: object = None  # begins a call of an async function (start_loop), if the task has one
     # opening_of, by a prompt's ids: rewards and reply() see it before a completion
     opening: object = staticmethod(lambda ids: "")
 
@@ -111,7 +110,7 @@ class Recipe:
     @property
     def has_turns(self):
         """Whether a completion may have several turns."""
-        return has_turns(self.task)
+        return hasattr(self.task, "reply") or hasattr(self.task, "Environment")
 
     @property
     def chat_options(self):

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from grpo.calls import called, timely
 from grpo.constants import begin, command_line, usage
-from grpo.prepare import gold_of, prepare_task, submit_of
+from grpo.log import announced
+from grpo.prepare import gold_of, prepare_task
 from grpo.sample import Question
 from grpo.stop import stop
 from grpo.task import Recipe, load_chat, load_items, load_questions, load_task, task_files
@@ -57,14 +58,14 @@ def make_model(recipe, out):
         call, must = f"sloppy({item!r:.500})", "return a text, or a list of the model's turns"
         sloppy = getattr(task, "sloppy", right_or_wrong)
         holds = lambda got: isinstance(got, str | list) and got != []
-        with timely(c.REWARD_TIMEOUT_SECONDS, f"gold() or sloppy() of {c.TASK}"):
+        seconds, what = c.REWARD_TIMEOUT_SECONDS, f"gold() or sloppy() of {c.TASK}"
+        with announced(what), timely(seconds, what):
             written = called(c.TASK, call, must, lambda: sloppy(item, draw), holds)
         written = without_opening(load_chat(c.TASK, task, item), written)
         return with_replies(recipe, item, written)
 
     answer(items[0], random.Random(0))  # a mistake is reported before a minute of training,
-    first = Recipe(c, task, [Question(0, items[0], [])], submit=submit_of(c, task))
-    first.resolved()  # as are rewards without an OUTCOME
+    Recipe(c, task, [Question(0, items[0], [])]).resolved()  # as are rewards without an OUTCOME
     print(f"a tiny model learns from the examples of {c.TASK}, for {WARM_STEPS} steps", flush=True)
     half = warm_start(out, task, seed=c.SEED, steps=WARM_STEPS, answer=answer) // 2
     words = [f"MODEL={out}", f"TASK={c.TASK}", "REF_SERVER=None", f"RUN_DIR={out}_run"]

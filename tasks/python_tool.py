@@ -33,12 +33,8 @@ for limit, most in limits.items(): r.setrlimit(limit, (most, most))
 exec(compile(sys.stdin.read(), "program", "exec"), {{"__name__": "__main__"}})"""
 
 
-def python(code: str) -> str:
-    """Runs a Python program and returns what it prints.
-
-    Args:
-        code: The program, which prints its result.
-    """
+def run(code):
+    """Returns what a program prints, or its error."""
     command = [*SANDBOX, sys.executable, "-I", "-c", LIMITED]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         with Program(command, stdin=PIPE, stdout=out, stderr=errors, cwd="/", env={}) as program:
@@ -54,7 +50,19 @@ def python(code: str) -> str:
     return printed[:OUTPUT_CHARS] or "error: the program printed nothing: use print()"
 
 
-TOOLS = [python]
+class Environment:
+    def __init__(self, item):
+        pass  # the tool has no state
+
+    def python(self, code: str) -> str:
+        """Runs a Python program and returns what it prints.
+
+        Args:
+            code: The program, which prints its result.
+        """
+        return run(code)
+
+    TOOLS = (python,)
 
 
 def load(split):

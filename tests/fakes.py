@@ -13,7 +13,7 @@ from grpo.options.workers.policy_proof import SharedPolicy
 from grpo.policy import load_policy
 from grpo.resume import Progress
 from grpo.rewards import total_of
-from grpo.rollout import sampled_and_rewarded, tally
+from grpo.rollout import sampled_and_rewarded
 from grpo.sample import Group, Question, Sample
 from grpo.sampler import next_prompts
 from grpo.start import NoWorkers
@@ -39,10 +39,6 @@ def totalled(recipe, group):
     return group
 
 
-def tally_of(recipe, group):
-    return tally(recipe, totalled(recipe, group))
-
-
 NAMES = {"correctness": 2.0, "format": 1.0}
 GSIZE = 2  # of the groups of a FakeEngine
 MIXED = [(1.0, -1.0), (-1.0, -1.0)]
@@ -66,7 +62,7 @@ CONSTANTS = {  # of a small run
 }
 
 
-def a_recipe(prompts=(), *, task=None, submit=None, **constants):
+def a_recipe(prompts=(), *, task=None, **constants):
     """-> a Recipe whose task rewards a FakeEngine's completions as the prompt's item has it."""
     assert all(map(str.isupper, constants)), constants
     task = task or SimpleNamespace(
@@ -75,7 +71,7 @@ def a_recipe(prompts=(), *, task=None, submit=None, **constants):
     c = Constants(trainer.DEFAULTS | CONSTANTS | constants)
     found = c.REWARD_WEIGHTS, c.OUTCOME
     questions = [prompt and Question(*prompt) for prompt in prompts]
-    return Recipe(c, task, questions, *found, submit)
+    return Recipe(c, task, questions, *found)
 
 
 def one_reward(task, **constants):

@@ -59,7 +59,7 @@ def test_other_shapes_and_adapters_are_sampled(family, changes):
 def test_an_ended_sequence_does_not_leave_the_models_positions(family, model_of):
     """One of few tokens that begins late in the table stays in the batch of longer ones."""
     model, long = model_of(family), [5 + i % 90 for i in range(60)]
-    asked = [Prompt("late", long, 1, 4), *(Prompt(i, [7 + i] * 9, 1, 55) for i in range(9))]
+    asked = [Prompt("late", long, 4), *(Prompt(i, [7 + i] * 9, 55) for i in range(9))]
     settings = {"group_size": 1, "max_sequences": 16, "max_new_tokens": 55, "temperature": 1.0}
     settings |= {"eos_ids": {500}, "vocab_size": 110, "generator": torch.Generator().manual_seed(0)}
     groups = dict(stream_groups(model, iter(asked), **settings))

@@ -1,6 +1,5 @@
 """An error on one rank ends all of them, at the same place: the run can be saved."""
 
-from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ from rank_threads import Ranks
 
 import grpo_ref_split as trainer
 from grpo.metrics import evaluate
-from grpo.ranks import RunFailed, add_up, all_or_none
+from grpo.ranks import RunFailed, all_or_none
 from grpo.reference import NoReference
 from grpo.resume import Progress
 from grpo.rollout import Stream
@@ -51,12 +50,6 @@ def test_a_rank_that_is_to_stop_at_once_takes_no_part(ranks):
 
     with pytest.raises(KeyboardInterrupt):
         ranks.run(block)
-
-
-def test_sums_over_ranks_keep_what_is_negative_or_known_to_one_rank_alone(ranks):
-    counts = Counter(reward=-1.5, groups=2), Counter(reward=0.5, flat=-1)
-    totals = ranks.run(lambda rank: add_up(counts[rank]))
-    assert totals == [{"reward": -1.0, "groups": 2, "flat": -1}] * 2
 
 
 def broken_on(rank, recipe, after):

@@ -13,11 +13,12 @@ from fakes import (
     a_recipe,
     prompts_of,
     sampled,
-    tally_of,
     tiny_policy,
+    totalled,
 )
 
-from grpo.metrics import Clock
+from grpo.metrics import Clock, means_over
+from grpo.rollout import is_flat, skip_if_flat
 
 
 def test_sampling_is_bounded_and_as_the_recipe_says():
@@ -44,8 +45,8 @@ def test_a_group_is_flat_if_its_total_reward_is_constant(rewards, flat):
     three = {"lengths": (1, 2, 1), "truncated": (False,) * 3}
     group = a_group(rewards, **three)
     for skip in (True, False):
-        counts = tally_of(a_recipe(SKIP_FLAT_GROUPS=skip), group)
-        assert (counts["flat"], counts["skipped"]) == (flat, flat and skip)
+        skip_if_flat(a_recipe(SKIP_FLAT_GROUPS=skip).c, group)
+        assert (is_flat(group), group.skipped) == (flat, flat and skip)
 
 
 NAN = float("nan")
@@ -63,12 +64,15 @@ NAN = float("nan")
 def test_rewards_that_do_not_apply_are_in_no_sum(rewards, flat, right):
     lengths, cut = (1, 1, 1), (False,) * 3
     group = a_group([list(map(float, r)) for r in rewards], lengths=lengths, truncated=cut)
-    counts = tally_of(a_recipe(), group)
-    assert (counts["skipped"], counts["right"]) == (flat, right)
+    group = totalled(a_recipe(), group)
+    found = means_over(a_recipe(), [group])
+    assert found["frac_reward_zero_std"] == flat
     for name, values in zip(NAMES, zip(*rewards, strict=True), strict=True):
         applicable = [value for value in values if not math.isnan(value)]
-        assert counts[f"reward_{name}"] == sum(applicable)
-        assert counts[f"applicable_{name}"] == len(applicable)
+        if name == "correctness" and applicable:
+            assert found["accuracy"] == right / len(applicable)
+        mean = pytest.approx(sum(applicable) / len(applicable)) if applicable else None
+        assert found.get(f"rewards/{name}/mean") == mean
 
 
 def test_broken_weights_are_said_to_be_broken(tiny):

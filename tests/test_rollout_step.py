@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import threading
-from collections import Counter, deque
+from collections import deque
 from decimal import Decimal
 from statistics import fmean, stdev
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ from fakes import (
     a_run,
     prompts_of,
     sampled,
+    totalled,
 )
 
 import grpo_ref_split as trainer
@@ -103,7 +104,7 @@ def test_a_reward_that_does_not_apply_is_in_no_mean(alone):
 
 
 def metrics_of(recipe, group):
-    return metrics_module.rollout_metrics(a_run(recipe), Counter(), 0, [group])
+    return metrics_module.rollout_metrics(a_run(recipe), [totalled(recipe, group)], 0)
 
 
 @pytest.mark.parametrize("skip, trained", [(False, [0, 1, 2, 3]), (True, [0, 2, 3])])
@@ -174,7 +175,7 @@ def test_samples_are_a_whole_group_with_all_that_is_known(alone, tmp_path):
         [[-1.0, 0.0], [-1.0, 1.25], [1.0, 1.25], [1.0, -1.0]], lengths=(1, 2, 1, 3),
         truncated=(False, False, True, False), version=3, item=item,
     )  # fmt: skip
-    best, *_, worst = found = samples_of(tmp_path, group, a_recipe())
+    best, *_, worst = found = samples_of(tmp_path, group, a_recipe([(0, item, [5, 6])]))
     assert [sample["number"] for sample in found] == [2, 3, 1, 0]
     assert best.pop("time") and best.pop("advantage") > 0 > worst["advantage"]
     assert best == {
@@ -219,7 +220,7 @@ def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone):
         [MIXED] * 9, step=3, engine=engine, reference=reference, **theirs
     )
     assert sorted(g.index for g in groups) == [0, 90, 91] and engine.asked == [1, 0]
-    assert [g.index for g in sampled] == [0, 90, 91, 7]
+    assert [g.index for g in sampled] == [7, 0, 90, 91]
     assert reference.asked == [90, 91, 0]  # workers' groups are scored while the rest is sampled
     # and the flat group that is not trained counts too
     assert metrics["groups_sampled"] == 4 and metrics["frac_reward_zero_std"] == 1 / 4

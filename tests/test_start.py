@@ -29,19 +29,16 @@ def test_what_a_model_can_not_do_is_not_what_a_run_uses(tiny, alone, family, exp
     assert uses | expected == uses and uses["dtype"] == "float32"
 
 
-class Environment:
-    def rewards(self, turns):
-        return 1.0
+async def rewards(item, text):
+    return 1.0
 
 
-@pytest.mark.parametrize("task, submit, where", [
-    ({}, None, "in the main thread"),
-    ({}, lambda *_: None, "beside the sampling"),  # async def rewards
-    ({"Environment": Environment}, None, "beside the sampling"),
+@pytest.mark.parametrize("task, where", [
+    ({}, "in the main thread"), ({"rewards": rewards}, "beside the sampling")
 ])  # fmt: skip
-def test_where_rewards_run(tiny, alone, task, submit, where):
+def test_where_rewards_run(tiny, alone, task, where):
     policy, own = tiny_policy(tiny, lora_rank=2), {"LORA_RANK": 2, "KL_BETA": 0.1}
-    recipe = a_recipe(task=SimpleNamespace(**task), submit=submit, **own)
+    recipe = a_recipe(task=SimpleNamespace(**task), **own)
     reference = make_reference(recipe.c, policy, None)
     engine = SimpleNamespace(module=CompletionModel(policy.model))
     uses = uses_of(recipe.c, policy, policy, engine, recipe, reference)

@@ -22,7 +22,7 @@ def rewarded(monkeypatch, functions, item, *texts):
     weights = {name: 2.0**-i for i, name in enumerate(functions)}
     recipe = a_recipe(task=trl, TASK="trl", REWARD_WEIGHTS=weights)
     group = group_of(recipe, item, list(texts))
-    reward(recipe, group, {})
+    reward(recipe, group, [None])
     return [list(s.rewards.values()) for s in group.samples], [s.total for s in group.samples]
 
 

@@ -4,8 +4,8 @@ import traceback
 from pathlib import Path
 
 SOONER = "answer within REWARD_TIMEOUT_SECONDS; raise that constant if it needs longer"
-ASYNC = "return no coroutine: write `async def` if it is rewards() or group_rewards(); all others"
-ASYNC += " must be plain functions"
+ASYNC = "return no coroutine: write `async def` if it is rewards(), group_rewards(), reply() or a"
+ASYNC += " method of Environment; all others must be plain functions"
 
 
 # --- A function ------------------------------------------------------------------------

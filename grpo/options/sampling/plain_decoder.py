@@ -12,9 +12,8 @@ class PlainDecoder:
     def __init__(self, model):
         self.model, self.sequences = model, []
 
-    def begin(self, prompts, sizes):
-        pairs = zip(prompts, sizes, strict=True)
-        self.sequences = [list(ids) for ids, size in pairs for _ in range(size)]
+    def begin(self, prompts, times):
+        self.sequences = [list(ids) for ids in prompts for _ in range(times)]
         return self._logits()
 
     def next_logits(self, tokens):

@@ -78,10 +78,10 @@ class VLLMPolicy:
         try:
             while True:
                 room = (max_sequences - engine.get_num_unfinished_requests()) // group_size
-                for key, ids, number, limit in next_prompts(prompts, room):
-                    for _ in range(number):  # completion i is drawn with seed + i
-                        most, bits = limit or max_new_tokens, draw.getrandbits(62)
-                        keys[self._begin(ids, group_size, bits, most, temperature)] = key
+                for key, ids, limit in next_prompts(prompts, room):
+                    # Completion i is drawn with seed + i
+                    most, bits = limit or max_new_tokens, draw.getrandbits(62)
+                    keys[self._begin(ids, group_size, bits, most, temperature)] = key
                 if not keys:
                     return
                 for output in engine.step():

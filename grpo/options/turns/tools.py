@@ -1,12 +1,10 @@
-"""TOOLS: functions and methods of a task that the model calls in the form of its chat template.
+"""TOOLS: methods of class Environment that the model calls in the form of its chat template.
 
-    TOOLS = [python]    # in a task: functions with type hints and docstrings
-    TOOLS = [deposit, withdraw]    # in its class Environment: methods, or their names
-    <tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>    # a turn
+    TOOLS = [deposit, withdraw]    # in the class: methods with type hints and docstrings, or names
+    <tool_call>{"name": "deposit", "arguments": {"amount": 5}}</tool_call>    # a turn
 
-transformers' get_json_schema describes both kinds to the chat template. If the task has no reply(),
-a turn with calls is answered by a message of role "tool": the results, or what is wrong with a
-call. A method is called on the environment of the completion. A turn without a call ends the
+transformers' get_json_schema describes them to the chat template. A turn with calls is answered by
+a message of role "tool": the results, or what is wrong with a call. A turn without a call ends the
 conversation. MAX_CALLS of the task limits the calls of a completion, MAX_RESULT_CHARS the length of
 a result.
 """
@@ -19,7 +17,7 @@ import traceback
 
 from transformers.utils import get_json_schema
 
-from grpo.calls import TaskError, TooSlow, called
+from grpo.calls import TaskError, called
 from grpo.log import say
 from grpo.options.rewards.faults import shown
 
@@ -32,95 +30,71 @@ KINDS = {"string": str, "integer": int, "number": int | float, "boolean": bool}
 KINDS |= {"array": list, "object": dict}
 
 
-def give_tools(name, task):
-    """Sets TOOL_SCHEMAS of a task with TOOLS, and adds a reply() that calls them to its Environment
-    unless the task answers by itself. TaskError if a tool can't be described."""
-    kind = getattr(task, "Environment", NoState)
-    kind = getattr(kind, "_without_tools", kind)  # of a task that is loaded again
-    answers = hasattr(task, "reply") or hasattr(kind, "reply") or not isinstance(kind, type)
-    if answers and hasattr(kind, "TOOLS"):
+def describe_tools(name, task):
+    """Sets TOOL_SCHEMAS of a task whose class Environment has TOOLS. TaskError if a tool can't be
+    described."""
+    if hasattr(task, "TOOLS"):
+        raise TaskError(name, "TOOLS", "stands outside class Environment", "move into that class")
+    if hasattr(task.Environment, "reply"):
         must = "be left out: the TOOLS of the class answer each turn that calls them"
         raise TaskError(name, "Environment.reply()", "stands beside TOOLS", must)
-    functions, methods, must = {}, {}, "each with type hints and a docstring that explains its Args"
-    if hasattr(task, "TOOLS"):
-        of = f"be a list of functions, {must}"
-        functions = called(name, "TOOLS", of, lambda: described(task.TOOLS), holds=bool)
-    if hasattr(kind, "TOOLS"):
-        of = f"be a list of methods of the class, or of their names, {must}"
-        find = lambda: described(kind.TOOLS, kind, known=functions)
-        methods = called(name, "Environment.TOOLS", of, find, holds=bool)
-    task.TOOL_SCHEMAS = [schema for _, schema in (functions | methods).values()]
-    if not answers:
-        task.Environment = answering(task, kind, functions, methods)
+    must = "be a list of methods of the class, or of their names, each with type hints and a"
+    must += " docstring that explains its Args, and all plain or all async"
+    find = lambda: described(task.Environment)
+    task.TOOL_SCHEMAS = called(name, "Environment.TOOLS", must, find, holds=bool)
 
 
-def described(tools, kind=None, known=()):
-    """Returns {name: (tool, schema)} of functions, or of methods of the class `kind`. ValueError if
-    one can't be a tool, or has a name that is `known`."""
+def described(kind):
+    """Returns the schemas of the TOOLS of a class. ValueError if one can't be a tool."""
     found = {}
-    for tool in tools:
-        name = tool if kind and isinstance(tool, str) else getattr(tool, "__name__", repr(tool))
-        tool = getattr(kind, name, None) if kind else tool
-        wrong = "" if callable(tool) else f"is no {'method of the class' if kind else 'function'}"
-        wrong = "is async" if inspect.iscoroutinefunction(tool) else wrong
-        wrong = "is the name of two tools" if name in found or name in known else wrong
+    for tool in kind.TOOLS:
+        name = tool if isinstance(tool, str) else getattr(tool, "__name__", repr(tool))
+        tool = getattr(kind, name, None)
+        wrong = "" if getattr(tool, "__name__", "") == name else "is no method of the class"
+        wrong = "is the name of two tools" if name in found else wrong
         if wrong:
             raise ValueError(f"{name:.50} {wrong}")
-        found[name] = tool, get_json_schema(tool)
-    return found
-
-
-class NoState:
-    """The environment of a task that has only functions as tools."""
-
-    def __init__(self, item):
-        pass
-
-
-def answering(task, kind, functions, methods):
-    """Returns the class `kind` with a reply() that calls the tools; methods, on its instance."""
-
-    class Environment(kind):
-        _without_tools = kind
-
-        def __init__(self, item):
-            super().__init__(item)
-            own = {  # super(): found even if an attribute of the instance has a method's name
-                name: (getattr(super(Environment, self), name), schema)
-                for name, (_, schema) in methods.items()
-            }
-            self._grpo_tools = Tools(task, functions | own)
-
-        def reply(self, turn):
-            return self._grpo_tools.reply(turn)
-
-    return Environment
+        found[name] = get_json_schema(tool)
+    if len({inspect.iscoroutinefunction(getattr(kind, name)) for name in found}) > 1:
+        raise ValueError("some are async, others plain")
+    return list(found.values())
 
 
 class Tools:
     """The tools of one completion, which calls those that the model's turns name."""
 
-    role = "tool"  # of its messages
-
-    def __init__(self, task, tools):
-        self.task, self.tools = task, tools  # {name: (tool, schema)}
+    def __init__(self, task, environment):
+        schemas = {schema["function"]["name"]: schema for schema in task.TOOL_SCHEMAS}
+        # Of the class, as an attribute of the instance may have a method's name
+        methods = {name: inspect.getattr_static(type(environment), name) for name in schemas}
+        self.tools = {name: (m.__get__(environment), schemas[name]) for name, m in methods.items()}
+        self.task = task
+        self.is_async = any(inspect.iscoroutinefunction(tool) for tool, _ in self.tools.values())
+        self.reply = self.reply_async if self.is_async else self.reply_plain
         self.left = getattr(task, "MAX_CALLS", -1)  # negative: any number
         self.calls = self.failed = 0
 
-    def reply(self, turn):
+    def reply_plain(self, turn):
+        """Returns the message that answers a turn, or None if it calls no tool."""
+        try:
+            self.reply_async(turn).send(None)  # plain tools await nothing
+        except StopIteration as end:
+            return end.value
+
+    async def reply_async(self, turn):
         head, tag, tail = turn.rpartition("</think>")
         turn = THOUGHTS.sub("", head + tag) + tail  # a call in thoughts is none
         calls = CALL.findall(turn) if self.left else []
-        content = "\n".join(self.answer(*call) for call in calls)
-        return {"role": self.role, "content": content} if calls else None
+        content = "\n".join([await self.answer(*call) for call in calls])
+        return {"role": "tool", "content": content} if calls else None
 
-    def answer(self, text, end):
+    async def answer(self, text, end):
         """Returns the result of a call, or what is wrong with the call, as text."""
         if not self.left:
             return "error: no call is left"
         self.left, self.calls = self.left - 1, self.calls + 1
         try:
-            told = self.result(text, end)
+            told = await self.result(text, end)
         except Failed as failed:
             self.failed, told = self.failed + 1, f"error: {failed.told}"
             seen = vars(self.task).setdefault("_failures_logged", set())
@@ -131,7 +105,7 @@ class Tools:
         cut = f"\n... (cut: the first {most} of {len(told)} characters)" if len(told) > most else ""
         return told[:most] + cut
 
-    def result(self, text, end):
+    async def result(self, text, end):
         """Returns the result of a call as text. Raises Failed."""
         try:
             call = json_within(json.loads(text))
@@ -152,10 +126,9 @@ class Tools:
         except TypeError as error:
             raise Failed((name, "arguments"), f"{usage}: {words_of(error)}") from None
         try:
-            return text_of(tool(**arguments))
-        except BaseException as error:
-            if isinstance(error, TooSlow | KeyboardInterrupt):
-                raise
+            found = tool(**arguments)
+            return text_of(await found if self.is_async else found)
+        except (Exception, SystemExit) as error:  # noqa: BLE001
             frame = traceback.extract_tb(error.__traceback__)[-1]
             kind, where = (name, type(error)), f" ({frame.filename}, line {frame.lineno})"
             raise Failed(kind, f"{usage}: {words_of(error)}", where) from None

@@ -1,115 +1,199 @@
-"""A task with class Environment, or reply(item, turns): completions of several turns.
+"""A task with class Environment, or reply(item, turns): completions of several turns, in rounds.
 
     groups = stream_turns(policy, recipe, prompts, ...)    # yields what policy.stream does
 
-Each completion has a separate Environment(item). When the model ends its turn, reply(turn) returns
-what follows, a text or a message, or None to end the conversation. After a stop string the reply
-stands inside the model's turn; after EOS it is a separate turn by the model's chat template. Ids
-are only appended; no text is tokenized again. The task's ids are not trained (docs/turns.md).
+Each completion has a separate Environment(item). A round samples a turn of each conversation that
+lives, and then calls each reply(turn), which returns what follows, a text or a message, or None to
+end the conversation. After a stop string the reply stands inside the model's turn; after EOS it is
+a separate turn by the model's chat template. Ids are only appended; no text is tokenized again. The
+task's ids are not trained (docs/turns.md).
 """
 
-import functools
+import contextlib
+import itertools
 import json
 import re
-import time
-from collections import deque
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 
 import jinja2
 
-from grpo.calls import (
-    called,
-    environment_rewards,
-    task_file,
-    timely,
-)
-from grpo.log import announced, in_background, say
+from grpo.calls import TaskError, TooSlow, answers, begin, environment_rewards, mistake, task_file
+from grpo.log import say
 from grpo.models import stop_ids
-from grpo.sample import Prompt, Sample
+from grpo.options.rewards.faults import SOONER
+from grpo.options.turns.tools import Tools
+from grpo.sample import Prompt, Question, Sample
 
 MUST = "return what follows the model's turn, a text or a message with role and content, or None"
+MAKE = "take a question and return an object with reply(turn), or with TOOLS"
 MARK = "\u2402"  # a placeholder for the model's turn, to find its end in the chat template
-# We wait for each reply until one takes longer than this. From then on replies arrive in any order,
-# which decides the random numbers of the next turns: only a run with quick replies repeats exactly
-QUICK_SECONDS = 0.05
+
+
+@dataclass(eq=False)
+class Conversation:
+    """A completion of several turns while it grows."""
+
+    question: Question
+    opening: str = ""  # what the chat template has written of the next turn (opening_of)
+    ids: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    is_model_token: list[bool] = field(default_factory=list)
+    turns: list[str] = field(default_factory=list)
+    truncated: bool = False
+    environment: object = None  # while it is open
+    tools: Tools | None = None  # of its environment
+    rewards: object = None  # its environment's
+
+    def add(self, ids, logps, by_model, text):
+        self.ids += ids
+        self.logps += logps
+        self.is_model_token += [by_model] * len(ids)
+        self.turns.append(text)
+
+    def sample(self):
+        calls = (self.tools.calls, self.tools.failed) if self.tools else (0, 0)
+        own = self.is_model_token, self.turns, calls
+        return Sample(self.ids, self.logps, self.truncated, *own, environment=self.rewards)
+
+
+# --- Rounds ---------------------------------------------------------------------------
+def stream_turns(
+    policy, recipe, prompts, *, group_size, max_sequences, max_new_tokens, seed, **settings
+):  # fmt: skip
+    """Yields (key, [Sample] * G) as policy.stream does; the key is a Question. All turns of a
+    completion, the task's too, have at most `max_new_tokens` together. At most `max_sequences`
+    conversations are open at once. Raises TaskError if the task fails."""
+    settings |= {"max_sequences": max_sequences, "max_new_tokens": max_new_tokens}
+    rounds = itertools.count()
+    while begun := list(itertools.islice(prompts, max_sequences // group_size)):
+        groups = [
+            [Conversation(prompt.key, recipe.opening(prompt.ids)) for _ in range(group_size)]
+            for prompt in begun
+        ]
+        living, size = list(itertools.chain(*groups)), group_size
+        asked = [Prompt(group, prompt.ids) for group, prompt in zip(groups, begun, strict=True)]
+        try:
+            open_environments(recipe, living)
+            while living:
+                own = {"group_size": size, "seed": seed + next(rounds)}
+                for chats, turns in policy.stream(iter(asked), **own, **settings):
+                    for chat, turn in zip(chats, turns, strict=True):
+                        chat.add(turn.ids, turn.logps, True, chat.opening + policy.text(turn))
+                        chat.truncated = turn.truncated
+                living = going_on(policy, recipe, living, max_new_tokens)
+                for group in [group for group in groups if set(living).isdisjoint(group)]:
+                    groups.remove(group)
+                    yield group[0].question, [chat.sample() for chat in group]
+                left = [max_new_tokens - len(chat.ids) for chat in living]
+                asked = [
+                    Prompt([chat], chat.question.ids + chat.ids, limit)
+                    for chat, limit in zip(living, left, strict=True)
+                ]
+                size = 1
+        finally:  # also after an error or Ctrl-C, or if the stream is not read to its end
+            for chat in itertools.chain(*groups):
+                with contextlib.suppress(TaskError):  # the error before it is the one to see
+                    close(recipe, [chat])
+
+
+def going_on(policy, recipe, chats, limit):
+    """Returns the conversations that have another turn, of those that have just had one. Adds the
+    task's replies to them; rewards and closes the others. An environment whose reply has taken too
+    long gives no reward."""
+    replies, living = hear(recipe, [chat for chat in chats if not chat.truncated]), []
+    for chat, reply in replies.items():
+        if reply:
+            last, tokenizer = chat.ids[-1], policy.tokenizer
+            ids = bridge(tokenizer, policy.eos_ids, last, reply, recipe.chat_options)
+            chat.truncated = len(chat.ids) + len(ids) >= limit
+        if reply and not chat.truncated:
+            chat.add(ids, [0.0] * len(ids), False, reply["content"])
+            chat.opening = recipe.opening(ids) if last in policy.eos_ids else ""
+            living.append(chat)
+    ended = [chat for chat in chats if chat not in living]
+    reward(recipe, [chat for chat in ended if chat.truncated or chat in replies])
+    close(recipe, ended)
+    return living
 
 
 # --- Environments ---------------------------------------------------------------------
-class OfReply:
-    """The environment of a task with reply(item, turns), which keeps no state but the texts."""
-
-    def __init__(self, task, item):
-        self.task, self.item, self.turns = task, item, []
-
-    def reply(self, turn):
-        self.turns.append(turn)
-        answer = self.task.reply(self.item, list(self.turns))
-        self.turns.append(answer["content"] if isinstance(answer, dict) else answer)
-        return answer
+def open_environments(recipe, chats):
+    """Makes the environments of conversations that begin."""
+    if kind := getattr(recipe.task, "Environment", None):
+        make = lambda chat: (kind, chat.question.item)
+        for chat, made in ask(recipe, chats, "Environment", make, MAKE, is_environment).items():
+            chat.environment = made
+            chat.tools = Tools(recipe.task, made) if hasattr(made, "TOOLS") else None
 
 
-class Environment:
-    """The task's environment of one completion, whose answers are checked. It is made with its
-    first call: that may take long, and is made in the thread that calls reply()."""
+def hear(recipe, chats):
+    """Returns {conversation: the message that follows its last turn, or None}, without those whose
+    reply takes too long."""
 
-    def __init__(self, recipe, item):
-        self.recipe, self.item = recipe, item
-        self.real, self.closed = None, False
+    def call_of(chat):
+        if chat.environment:
+            return (chat.tools or chat.environment).reply, chat.turns[-1]
+        return recipe.task.reply, chat.question.item, list(chat.turns)
 
-    def _call(self, name, must, holds, *arguments):
-        """Returns the result of a method. TaskError if it fails, or returns something else."""
-        c, task = self.recipe.c, self.recipe.task
-        if self.real is None:
-            make = getattr(task, "Environment", functools.partial(OfReply, task))
-            what = f"Environment({self.item!r:.500})"
-            whole = "take a question and return an object with reply(turn), or with TOOLS"
-            self.real = called(c.TASK, what, whole, lambda: make(self.item), has_reply)
-            if self.closed:  # by the main thread, meanwhile
-                self.close()
-        shown = f"{name}({', '.join(f'{x!r:.500}' for x in arguments)}) for {self.item!r:.500}"
-        return called(c.TASK, shown, must, lambda: getattr(self.real, name)(*arguments), holds)
-
-    def reply(self, turn):
-        """Returns None, or the message that follows the model's turn."""
-        got = self._call("reply", MUST, is_answer, turn)
-        if got is None:
-            return None
-        role, text = (got["role"], got["content"]) if isinstance(got, dict) else ("user", got)
-        return {"role": role, "content": text.encode(errors="replace").decode()}  # half a character
-
-    def rewards(self, turns):
-        """Returns the environment's rewards of its completion; None without rewards()."""
-        if not environment_rewards(self.recipe.task):
-            return None
-        return self._call("rewards", "return rewards", lambda got: True, turns)
-
-    def close(self):
-        """Calls the environment's close(), if it has one, once."""
-        self.closed, real, self.real = True, self.real, None
-        if hasattr(real, "close"):
-            called(self.recipe.c.TASK, "close()", "end the environment", real.close)
+    chats = [chat for chat in chats if chat.environment or hasattr(recipe.task, "reply")]
+    replies = ask(recipe, chats, "reply", call_of, MUST, is_answer)
+    return {chat: as_message(reply) for chat, reply in replies.items()}
 
 
-def forget(environments, seconds):
-    """Closes environments after an error, which is the one to see; waits `seconds` at most."""
-    closing = [Future() for _ in environments]
-    for done, environment in zip(closing, environments, strict=True):
-        in_background(run, done, environment.close)
-    if late := wait(closing, seconds).not_done:
-        say(f"close() of {len(late)} environments has not ended after {seconds} s: left open")
+def as_message(reply):
+    """Returns what a task has replied as a message, or None."""
+    if reply is None:
+        return None
+    role, text = (reply["role"], reply["content"]) if isinstance(reply, dict) else ("user", reply)
+    return {"role": role, "content": text.encode(errors="replace").decode()}  # half a character
 
 
-def run(future, call, *arguments):
-    """Sets a Future to the result of a call, or to its error, which result() raises."""
-    try:
-        future.set_result(call(*arguments))
-    except BaseException as error:  # noqa: BLE001
-        future.set_exception(error)
+def reward(recipe, chats):
+    """Takes the rewards of the conversations' environments, if these give any."""
+    if environment_rewards(recipe.task):
+        chats = [chat for chat in chats if chat.environment]
+        call_of = lambda chat: (chat.environment.rewards, list(chat.turns))
+        for chat, rewards in ask(recipe, chats, "rewards", call_of, "return rewards").items():
+            chat.rewards = rewards
 
 
-def has_reply(real):
-    return callable(getattr(real, "reply", None))
+def close(recipe, chats):
+    """Calls close() of the environments that are open, if they have one, once."""
+
+    def call_of(chat):
+        environment, chat.environment = chat.environment, None
+        return (environment.close,)
+
+    chats = [chat for chat in chats if hasattr(chat.environment, "close")]
+    ask(recipe, chats, "close", call_of, "end the environment")
+
+
+def ask(recipe, chats, name, call_of, must, holds=lambda got: True):
+    """Makes the calls call_of(chat), each (function, *arguments), which are `name` in error texts.
+    Returns {conversation: what it returned}, without those that take too long, which are logged.
+    TaskError if a call fails, or holds(result) is false."""
+    seconds, what = recipe.c.REWARD_TIMEOUT_SECONDS, f"{name}() of {task_file(recipe.c.TASK)}"
+    calls = [call_of(chat) for chat in chats]
+
+    def mistaken(number, error=None, got=None):
+        shown = ", ".join(f"{argument!r:.500}" for argument in calls[number][1:])
+        call = f"{name}({shown}) for {chats[number].question.item!r:.500}"
+        return mistake(recipe.c.TASK, call, must, error=error, got=got)
+
+    found = answers(seconds, what, calls, begin(seconds, calls), mistaken, shared=False)
+    for number, got in enumerate(found):
+        if isinstance(got, TooSlow):
+            say(
+                f"{what} took more than REWARD_TIMEOUT_SECONDS, and counts as None:"
+                f" {chats[number].question.item!r:.200} after {chats[number].turns!r:.200}"
+            )
+        elif not holds(got):
+            raise mistaken(number, got=got)
+    return {c: got for c, got in zip(chats, found, strict=True) if not isinstance(got, TooSlow)}
+
+
+def is_environment(made):
+    return callable(getattr(made, "reply", None)) or hasattr(made, "TOOLS")
 
 
 def is_answer(got):
@@ -117,27 +201,7 @@ def is_answer(got):
     return isinstance(got, str | None) or (message and all(isinstance(x, str) for x in message))
 
 
-# --- One conversation -----------------------------------------------------------------
-@dataclass(eq=False)
-class Conversation:
-    """A completion of several turns while it grows."""
-
-    prompt: Prompt  # of its group
-    group: list  # all conversations of the same group
-    environment: Environment
-    ids: list[int] = field(default_factory=list)
-    logps: list[float] = field(default_factory=list)
-    is_model_token: list[bool] = field(default_factory=list)
-    turns: list[str] = field(default_factory=list)
-    opening: str = ""  # what the chat template has written of the next turn (opening_of)
-    sample: Sample | None = None  # set when the conversation has ended
-
-    def add(self, ids, logps, by_model, text):
-        self.ids, self.logps = self.ids + ids, self.logps + logps
-        self.is_model_token = self.is_model_token + [by_model] * len(ids)
-        self.turns = [*self.turns, text]
-
-
+# --- A reply's ids ---------------------------------------------------------------------
 def bridge(tokenizer, eos_ids, last, message, options):
     """Returns the ids between two turns of the model, if the first turn ended with the id `last`.
     No text in the reply (`message`, role and content) becomes a special token: it could end the
@@ -166,7 +230,6 @@ def bridge(tokenizer, eos_ids, last, message, options):
     return ids_in_pieces(tokenizer, after.removeprefix(tokenizer.decode([last])))
 
 
-# --- A reply's ids ---------------------------------------------------------------------
 CUT = "\ue000"  # a private character: text is tokenized in pieces, cut where it stands
 
 
@@ -191,180 +254,28 @@ def ids_in_pieces(tokenizer, text):
     return [token for piece in pieces for token in piece["input_ids"]]
 
 
-# --- All conversations ----------------------------------------------------------------
-def stream_turns(policy, recipe, prompts, *, group_size, max_sequences, max_new_tokens, **settings):
-    """Yields (key, [Sample] * G) as policy.stream does; the key is (index, item, ids). All
-    turns of a completion, the task's too, have at most `max_new_tokens` together."""
-    chats = Conversations(policy, recipe, prompts, group_size, max_sequences, max_new_tokens)
-    limits = {"max_sequences": max_sequences, "max_new_tokens": max_new_tokens}
-    try:
-        for begun, (turn,) in policy.stream(chats.begin(), group_size=1, **limits, **settings):
-            chats.take(begun, turn)
-            while chats.ended:
-                yield chats.ended.popleft()
-        while chats.asked:  # that ended when no turn was left to sample
-            chats.wait()
-            chats.hear()
-        yield from chats.ended
-    finally:  # also after an error or Ctrl-C, or if the stream is not read to its end
-        forget([chat.environment for chat in chats.open], recipe.c.REWARD_TIMEOUT_SECONDS)
-
-
-class Conversations:
-    """All conversations. Each is being sampled, waits for a reply, or is ready for its next turn.
-    reply() runs in a thread. A conversation whose reply comes while a wave runs waits for the next.
-    """
-
-    def __init__(self, policy, recipe, prompts, group_size, max_sequences, limit):
-        self.policy, self.recipe, self.prompts = policy, recipe, prompts
-        self.group_size, self.most, self.limit = group_size, max_sequences, limit
-        # Conversations; (one, Future of what its environment is asked, time of the call, what then)
-        self.ready, self.asked = deque(), []
-        self.open, self.ended = [], deque()  # conversations; groups, as stream_turns yields them
-        self.running, self.quick = 0, True  # sequences now; whether all replies were quick
-        self.drained = False  # whether `prompts` had none when it was last asked
-
-    def begin(self):
-        """Yields a Prompt, whose key has the conversations that begin a turn: one that goes on, or
-        a group's for their first turn, whose prompt runs once; None if no turn can begin."""
-        while True:
-            while self.drained and self.asked and not self.running:
-                self.wait()  # for all: those that answer later would wait for the next wave
-                self.hear()
-            self.hear()
-            room = self.most - self.running >= self.group_size
-            if self.ready and self.running < self.most:
-                chat = self.ready.popleft()
-                self.running += 1
-                ids, limit = chat.prompt.ids + chat.ids, self.limit - len(chat.ids)
-                yield Prompt((chat,), ids, limit=limit)
-            elif room and (prompt := next(self.prompts, None)):
-                group, opening = [], self.recipe.opening(prompt.ids)
-                for _ in range(self.group_size):
-                    environment = Environment(self.recipe, prompt.key.item)
-                    group.append(Conversation(prompt, group, environment, opening=opening))
-                self.open += group
-                self.running += self.group_size
-                yield Prompt(tuple(group), prompt.ids, self.group_size, self.limit)
-            elif self.asked and not self.running:
-                self.wait()
-            else:
-                self.drained = room
-                yield None
-
-    def wait(self):
-        """Waits until an environment has answered, or has taken too long."""
-        with announced(f"{len(self.asked)} replies of {task_file(self.recipe.c.TASK)}"):
-            answers = [answer for _, answer, *_ in self.asked]
-            oldest = min(when for _, _, when, _ in self.asked)
-            wait(answers, max(0, self.left(oldest)), FIRST_COMPLETED)
-
-    def take(self, begun, turn):
-        """Adds a sampled turn to its conversation, and asks its environment for the reply. Of a
-        group that has `begun` it is any without a turn: they are equal until then."""
-        chat = begun[0] if len(begun) == 1 else next(c for c in begun if not c.ids)
-        self.running -= 1
-        chat.add(turn.ids, turn.logps, True, chat.opening + self.policy.text(turn))
-        if turn.truncated:
-            self.end(chat, truncated=True)
-        else:
-            self.ask(chat, self.go_on, chat.environment.reply, chat.turns[-1])
-        self.hear()
-
-    def ask(self, chat, then, call, *arguments):
-        """Makes a call in a thread; hear() gives its result to then(chat, result)."""
-        answer = Future()
-        in_background(run, answer, call, *arguments)
-        self.asked.append((chat, answer, time.monotonic(), then))
-        self.quick = self.quick and bool(wait([answer], QUICK_SECONDS).done)
-
-    def hear(self):
-        """Continues the conversations whose environments have answered, and ends those whose
-        environments take too long. Raises TaskError if one has failed."""
-        asked, self.asked = self.asked, []
-        for number, (chat, answer, when, then) in enumerate(asked):
-            if answer.done():
-                then(chat, answer.result())
-            elif self.left(when) > 0:
-                self.asked.append(asked[number])
-            else:
-                self.give_up(chat)
-
-    def give_up(self, chat):
-        """Ends a conversation as if its environment had returned None. The thread is abandoned."""
-        call = "reply()" if chat.sample is None else "Environment.rewards() or close()"
-        say(
-            f"{call} took more than REWARD_TIMEOUT_SECONDS, and counts as None:"
-            f" {chat.prompt.key.item!r:.200} after {chat.turns!r:.200}"
-        )
-        chat.sample = chat.sample or self.sample_of(chat, truncated=False)
-        in_background(run, Future(), chat.environment.close)
-        self.leave(chat, None)
-
-    def left(self, when):
-        return self.recipe.c.REWARD_TIMEOUT_SECONDS - (time.monotonic() - when)
-
-    def go_on(self, chat, reply):
-        """Begins the next turn, unless the task has ended the conversation (`reply` is None) or the
-        limit leaves no room."""
-        tokenizer, eos_ids, last = self.policy.tokenizer, self.policy.eos_ids, chat.ids[-1]
-        how, options = (tokenizer, eos_ids, last), self.recipe.chat_options
-        ids = None if reply is None else bridge(*how, reply, options)
-        chat.opening = self.recipe.opening(ids) if ids and last in eos_ids else ""
-        if ids is None or len(chat.ids) + len(ids) >= self.limit:
-            self.end(chat, truncated=ids is not None)
-        else:
-            chat.add(ids, [0.0] * len(ids), False, reply["content"])
-            self.ready.append(chat)
-
-    def end(self, chat, truncated):
-        """Asks for the environment's rewards, and closes it."""
-        chat.sample = self.sample_of(chat, truncated)
-        if hasattr(self.recipe.task, "Environment"):
-            self.ask(chat, self.leave, self._last, chat)
-        else:
-            self.leave(chat, None)
-
-    def sample_of(self, chat, truncated):
-        tools = getattr(chat.environment.real, "_grpo_tools", None)  # options/tools.py's
-        calls = (tools.calls, tools.failed) if tools else (0, 0)
-        own = chat.is_model_token, chat.turns, calls
-        return Sample(chat.ids, chat.logps, truncated, *own)
-
-    def _last(self, chat):
-        rewards = chat.environment.rewards(list(chat.turns))
-        chat.environment.close()
-        return rewards
-
-    def leave(self, chat, rewards):
-        chat.sample.environment = rewards
-        self.open.remove(chat)
-        if not any(other in self.open for other in chat.group):
-            self.ended.append((chat.prompt.key, [other.sample for other in chat.group]))
-
-
 # --- Preview --------------------------------------------------------------------------
-def play(recipe, item, written, truncated=False):
+def play(recipe, item, written):
     """Returns (turns, the environment's rewards, the roles of its turns) of a conversation in which
-    the model's turns are the texts `written`; there is no reply to a last one that is `truncated`.
-    """
-    turns, roles = [], []
-    environment, seconds = Environment(recipe, item), recipe.c.REWARD_TIMEOUT_SECONDS
-    what, replies = f"reply() of {task_file(recipe.c.TASK)}", len(written) - truncated
+    the model's turns are the texts `written`."""
+    chat, roles = Conversation(Question(-1, item, [])), []
     try:
-        for number, text in enumerate(written):
-            turns.append(text)
-            with timely(seconds, what):
-                reply = environment.reply(text) if number < replies else None
-            if reply is None:
+        open_environments(recipe, [chat])
+        for text in written:
+            chat.turns.append(text)
+            replies = hear(recipe, [chat])
+            if not replies:
+                raise TaskError(recipe.c.TASK, f"reply({text!r:.500})", "took too long", SOONER)
+            if (reply := replies[chat]) is None:
                 break
-            turns.append(reply["content"])
+            chat.turns.append(reply["content"])
             roles.append(reply["role"])
-        turns = turns[: len(turns) - (len(turns) % 2 == 0)]  # ends with the model
-        with timely(seconds, f"Environment.rewards() of {task_file(recipe.c.TASK)}"):
-            return turns, environment.rewards(list(turns)), roles[: len(turns) // 2]
+        chat.turns = chat.turns[: len(chat.turns) - (len(chat.turns) % 2 == 0)]  # to the model's
+        reward(recipe, [chat])
+        return chat.turns, chat.rewards, roles[: len(chat.turns) // 2]
     finally:
-        forget([environment], seconds)
+        with contextlib.suppress(TaskError):
+            close(recipe, [chat])
 
 
 def is_open(c, turn):

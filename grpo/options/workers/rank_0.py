@@ -28,7 +28,7 @@ from grpo.options.workers.shared_settings import settings_of
 from grpo.options.workers.weights import trained_weights
 from grpo.proof import NOISE
 from grpo.rewards import total_of
-from grpo.rollout import tally
+from grpo.rollout import skip_if_flat
 from grpo.wire import sha256_of, unpack_group
 
 MAX_GROUP_BYTES = 16 << 20  # of one group: 64 completions of 8192 tokens are 6 MB
@@ -93,12 +93,9 @@ class Workers:
         if group.run != self.run:
             return {"refused": "its policy is of another run, or of this one before it resumed"}
         self.check(group)
-        group.item = self.questions[group.index].item
         for sample in group.samples:
             sample.total = total_of(self.recipe, sample)
-        group.skipped = bool(tally(self.recipe, group)["skipped"])
-        for sample in group.samples if group.skipped else ():
-            sample.logps = []  # of no use any more, and almost half of the group's memory
+        skip_if_flat(self.c, group)
         with self.lock:
             if group.id not in self.ids:
                 if len(self.groups) >= self.c.PROMPTS_PER_STEP and not group.skipped:

@@ -9,8 +9,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections import Counter
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,9 +18,7 @@ from fakes import MIXED, FakeEngine, a_recipe, a_run, prompts_of, sampled
 import grpo_ref_split as trainer
 from grpo.constants import Constants
 from grpo.metrics import rollout_metrics
-from grpo.options.rewards.async_rewards import start_loop
 from grpo.prepare import prepare
-from grpo.rollout import tally
 from grpo.stop import stop
 
 NAN = {"correctness": math.nan, "format": math.nan}
@@ -50,14 +46,14 @@ def test_none_of_a_service_that_fails_is_no_reward(alone):
     recipe = recipe_with(away)
     (group,) = sampled(FakeEngine(), recipe, prompts_of([MIXED]))
     assert repr(rewards_of(group)) == repr([{"correctness": 1.0, "format": 0.0}, NAN])
-    metrics = rollout_metrics(a_run(recipe), Counter(tally(recipe, group)), 0, [])
+    metrics = rollout_metrics(a_run(recipe), [group], 0)
     assert metrics["rewards/none"] == 0.5 and metrics["accuracy"] == 1
 
 
 def test_none_of_group_rewards_is_none_for_each_completion():
     recipe = recipe_with(lambda item, text: {"correctness": 1}, group_rewards=lambda *_: None)
     (group,) = sampled(FakeEngine(), recipe, prompts_of([MIXED]))
-    assert repr(rewards_of(group)) == repr([NAN, NAN]) and tally(recipe, group)["unrewarded"] == 2
+    assert repr(rewards_of(group)) == repr([NAN, NAN]) and math.isnan(group.samples[0].total)
 
 
 def test_a_slow_reward_counts_as_none_alone(capsys):
@@ -86,7 +82,6 @@ def test_async_rewards_of_all_completions_wait_together():
 
     task = SimpleNamespace(rewards=rewards)
     recipe = a_recipe(task=task, TASK="mine")
-    recipe = replace(recipe, submit=start_loop(task, 60))
     prompts = [(i, {"question": str(i)}, [5, 6]) for i in range(8)]
     groups = sampled(FakeEngine(), recipe, prompts)
     assert len(waiting) == 16 and len(set(waiting)) == 1  # one thread
@@ -144,8 +139,6 @@ async def quick(item, text):
 ])  # fmt: skip
 def test_a_time_limit_holds_for_code_that_catches_it_blocks_the_loop_or_is_beside_it(members):
     recipe = a_recipe(task=SimpleNamespace(**members), REWARD_TIMEOUT_SECONDS=0.2, TASK="mine")
-    if members["rewards"] is not swallows:
-        recipe = replace(recipe, submit=start_loop(recipe.task, 0.2))
     (group,) = sampled(FakeEngine(), recipe, prompts_of([MIXED]))
     given = [not math.isnan(rewards["format"]) for rewards in rewards_of(group)]
     assert given == [members["rewards"] is waits, False]

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from fakes import a_recipe
 
+from grpo import calls
 from grpo.calls import TaskError, called
-from grpo.options.rewards.async_rewards import start_loop
 from grpo.prepare import gold_of
 from grpo.rewards import reward_texts
 from grpo.stop import stop
@@ -38,7 +38,7 @@ def recipe(tmp_path, monkeypatch):
         file = tmp_path / f"task{len(list(tmp_path.iterdir()))}.py"
         file.write_text(f"{HEAD}\n{code}")
         own = {"TASK": str(file), "REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward"}
-        return a_recipe(task=(task := load_task(str(file))), submit=start_loop(task, 60), **own)
+        return a_recipe(task=load_task(str(file)), **own)
 
     return make
 
@@ -96,7 +96,7 @@ def test_the_line_of_a_library_is_named_beside_that_of_the_task(recipe):
     "rewards = Judge()",
     "def group_rewards(item, texts): return judge(item, texts)\ndel rewards",
     "class Environment:\n    def __init__(self, item): ...\n    def reply(self, turn): ...\n    "
-    + "async def rewards(self, turns): return 1.0\ndel rewards",
+    + "def rewards(self, turns): return judge(0, turns)\ndel rewards",
 ])  # fmt: skip
 def test_a_coroutine_in_place_of_a_reward_is_named_with_the_cure(code, recipe):
     with pytest.raises(TaskError, match="returned .*coroutine.*: write `async def` if it is rewa"):
@@ -109,9 +109,10 @@ def test_partial_async_functions_and_async_group_rewards_are_awaited(recipe):
     assert rewarded(recipe(code)) == [{"reward": 1.0}] * 2
 
 
-def test_async_code_that_blocks_the_loop_is_too_slow(recipe):
+def test_async_code_that_blocks_the_loop_is_too_slow(recipe, monkeypatch):
+    monkeypatch.setattr(calls, "GRACE_SECONDS", 0)
     task = recipe("import time\nasync def rewards(item, text): time.sleep(1)")
-    task.submit.limit = 0.1  # seconds, of time limit and grace
+    task = task.others(REWARD_TIMEOUT_SECONDS=0.1)
     assert repr(rewarded(task)) == repr([{"reward": math.nan}] * 2)
 
 

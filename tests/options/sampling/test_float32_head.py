@@ -43,7 +43,7 @@ def test_logits_are_not_rounded(model, converted):
 def test_every_decoder_gives_float32_logits_and_the_head_stays_plain(model):
     for kind in (CachedDecoder, PlainDecoder):
         one = kind(model)
-        assert one.begin(PROMPTS[:2], [2, 2]).dtype == torch.float32, kind
+        assert one.begin(PROMPTS[:2], 2).dtype == torch.float32, kind
         assert one.next_logits(torch.tensor([3, 4, 5, 6])).dtype == torch.float32, kind
     assert has_plain_head(model)
 

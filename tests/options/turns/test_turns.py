@@ -1,11 +1,13 @@
 """Completions of several turns: whose ids they are, what the task is asked, what ends a run."""
 
+import asyncio
+import contextlib
 import itertools
 import json
 import math
+import sqlite3
 import threading
 import time
-from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -21,10 +23,8 @@ from grpo.chunked import linear_logps
 from grpo.forward import CompletionModel
 from grpo.models import prompt_ids
 from grpo.options.sampling.stop_strings import StopStrings
-from grpo.options.turns import turns
 from grpo.options.turns.turns import bridge, play, show_turns
 from grpo.sample import Question, Sample
-from grpo.sampler import next_prompts
 from plot import show_samples
 from tasks import calculator, guess
 from tasks.__main__ import with_replies
@@ -51,28 +51,21 @@ class Actor:
     ended by EOS, or by a stop string in it. Notes what it is asked for."""
 
     def __init__(self, tokenizer, *lines):
-        self.tokenizer, self.lines, self.asked, self.most = tokenizer, lines, [], 0
+        self.tokenizer, self.lines, self.asked = tokenizer, lines, []
         self.eos = tokenizer.eos_token_id
         self.eos_ids = {self.eos}
 
     def stream(self, prompts, *, group_size, max_sequences, max_new_tokens, **settings):
-        assert group_size == 1
-        running = []
-        while True:
-            for key, ids, number, limit in next_prompts(prompts, max_sequences - len(running)):
-                self.asked.append((ids, number, limit))
-                running += [(key, ids, limit)] * number
-            self.most = max(self.most, len(running))
-            if not running:
-                return
-            key, ids, limit = running.pop(0)
-            said = self.line(key[-1])
+        for key, ids, limit in prompts:
+            self.asked.append((ids, group_size, limit))
+            said, most = self.line(key[0]), limit or max_new_tokens
             new = self.tokenizer(said)["input_ids"]
             new += [] if "</think>" in said else [self.eos]
-            yield key, [Sample(new[:limit], [-1.0] * len(new[:limit]), len(new) > limit)]
+            one = lambda: Sample(new[:most], [-1.0] * len(new[:most]), len(new) > most)  # noqa: B023
+            yield key, [one() for _ in range(group_size)]
 
     def line(self, conversation):
-        lines = self.lines[conversation.prompt.key[0] % len(self.lines)]
+        lines = self.lines[conversation.question.index % len(self.lines)]
         return lines[len(conversation.turns) // 2]
 
     def text(self, completion):
@@ -105,7 +98,7 @@ def test_after_eos_a_reply_is_a_user_turn_as_the_template_writes_the_whole_chat(
     # The prompt began both; a later turn has what is left of the limit
     assert [number for _, number, _ in actor.asked] == [2, 1, 1]
     last = talk.is_model_token[::-1].index(False)  # the length of the last turn
-    assert [limit for *_, limit in actor.asked][:2] == [200, 200 - len(talk.ids) + last]
+    assert [limit for *_, limit in actor.asked][:2] == [None, 200 - len(talk.ids) + last]
 
 
 def calls(*replies):
@@ -216,59 +209,58 @@ def test_a_reply_that_fails_ends_the_run_with_a_sentence(tokenizer, reply, said)
         talks(Actor(tokenizer, ["Three?"]), reply, 2)
 
 
-def test_a_reply_that_hangs_ends_its_conversation_as_none_does(tokenizer, capsys):
-    def reply(item, turns):
-        return "go on" if item["secret"] == 1 and len(turns) == 1 else threading.Event().wait(9)
+def hangs(item, turns):
+    return "go on" if item["secret"] == 1 and len(turns) == 1 else time.sleep(9)
 
+
+async def hangs_async(item, turns):
+    return "go on" if item["secret"] == 1 and len(turns) == 1 else await asyncio.sleep(9)
+
+
+@pytest.mark.parametrize("reply", [hangs, hangs_async])
+def test_a_reply_that_hangs_ends_its_conversation_as_none_does(tokenizer, capsys, reply):
     groups = talks(Actor(tokenizer, ["One", "two"]), reply, 1, 2, REWARD_TIMEOUT_SECONDS=0.2)
     found = {group.item["secret"]: [len(talk.text) for talk in group.samples] for group in groups}
     assert found == {1: [3, 3], 2: [1, 1]}
-    assert "reply() took more than REWARD_TIMEOUT_SECONDS" in capsys.readouterr().out
+    assert (
+        "reply() of tasks/mine.py took more than REWARD_TIMEOUT_SECONDS" in capsys.readouterr().out
+    )
 
 
 def test_a_reply_that_hangs_before_the_run_ends_it_too():
     task = SimpleNamespace(reply=lambda item, turns: time.sleep(60))
     recipe = a_recipe([], task=task, TASK="mine", REWARD_TIMEOUT_SECONDS=0.2)
-    with pytest.raises(TaskError, match="reply.*took more than 0.2 s: .*REWARD_TIMEOUT_SECONDS"):
+    with pytest.raises(TaskError, match="reply.*took too long: .*REWARD_TIMEOUT_SECONDS"):
         play(recipe, {}, ["Three?"])
 
 
-def test_a_slow_reply_leaves_its_place_to_others(tokenizer):
-    """The first reply returns once the last prompt has been asked for; one place is enough."""
-    last = threading.Event()
+def test_async_replies_of_a_round_are_awaited_together(tokenizer):
+    """Each waits for the last one."""
+    waiting, all_wait = [], asyncio.Event()
 
-    def reply(item, turns):
-        if item["secret"] == "slow":
-            assert last.wait(50)
-        elif item["secret"] == "last":
-            last.set()
-        return None if len(turns) > 1 else "go on"
+    async def reply(item, turns):
+        waiting.append(threading.get_ident())
+        if len(waiting) == 8:
+            all_wait.set()
+        await all_wait.wait()
 
-    actor = Actor(tokenizer, ["One", "two"])
-    groups = talks(actor, reply, "slow", *"abcd", "last", GROUP_SIZE=1, SAMPLE_BATCH=1)
-    assert {group.item["secret"] for group in groups} == {"slow", *"abcd", "last"}
-    assert all(len(talk.text) == 3 for group in groups for talk in group.samples)
-    assert actor.most == 1 and len(groups) == 6
+    groups = talks(Actor(tokenizer, ["One"]), reply, *range(4))
+    assert len(groups) == 4 and len(waiting) == 8 and len(set(waiting)) == 1
 
 
-def test_a_full_batch_begins_no_turn():
-    """Also if a reply arrives while a prompt is fetched: vLLM's loop would ask for -1 prompts."""
-    chats = turns.Conversations(None, None, iter(()), 2, 2, 8)
-    chats.ready.append(chat := SimpleNamespace(prompt=SimpleNamespace(ids=[5]), ids=[]))
-    for running, expected in ((2, None), (1, (chat,))):
-        chats.running = running
-        assert getattr(next(chats.begin()), "key", None) == expected
+def test_plain_replies_use_what_belongs_to_the_main_thread(tokenizer):
+    """As sqlite's connections do."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as base:
+        reply = lambda item, turns: base.execute("select 1").fetchone() and None
+        assert len(talks(Actor(tokenizer, ["One"]), reply, 1, 2)) == 2
 
 
-def test_quick_replies_come_in_order(tokenizer, monkeypatch):
-    """So that a run repeats by its seed: the order decides which numbers a turn is drawn with."""
-    monkeypatch.setattr(turns, "QUICK_SECONDS", 60)  # these replies, also on busy cores
-    orders = []
-    for _ in range(3):
-        actor = Actor(tokenizer, ["One", "two"], ["One", "two", "three"])
-        talks(actor, lambda item, turns: None if len(turns) > item["secret"] else "", 1, 3, 1, 3)
-        orders.append(actor.asked)
-    assert orders[0] == orders[1] == orders[2] and len(orders[0]) > 6
+def test_a_round_samples_all_that_live_and_a_batch_is_as_large_as_sample_batch(tokenizer):
+    actor = Actor(tokenizer, ["One", "two"], ["One", "two", "three"])
+    reply = lambda item, turns: None if len(turns) > item["secret"] else ""
+    groups = talks(actor, reply, 1, 3, 1, SAMPLE_BATCH=5)  # two groups of two
+    assert [group.item["secret"] for group in groups] == [1, 3, 1]
+    assert [number for _, number, _ in actor.asked] == [2, 2, *[1] * 6, 2, 1, 1]
 
 
 def test_a_task_cannot_change_what_was_said(tokenizer):
@@ -283,11 +275,14 @@ def test_a_task_cannot_change_what_was_said(tokenizer):
 # --- A real model -----------------------------------------------------------------------
 def test_own_log_probs_are_those_of_a_plain_forward_of_the_whole_talk(policy, monkeypatch):
     """Of one to three turns, in waves that sequences leave at different times."""
-    monkeypatch.setattr(turns, "QUICK_SECONDS", 60)  # the same talks, also on busy cores
     policy.eos_ids = set(range(0, policy.vocab_size, 9))
     policy.stop_strings = StopStrings(policy.tokenizer, ["e"])
     reply = lambda item, turns: None if len(turns) > item["secret"] else "less"
-    groups = talks(policy, reply, 1, 3, 5, 5, GROUP_SIZE=4, SAMPLE_BATCH=8)
+    groups, again = (
+        talks(policy, reply, 1, 3, 5, 5, GROUP_SIZE=4, SAMPLE_BATCH=8) for _ in range(2)
+    )
+    assert [group.ids for group in groups] == [group.ids for group in again]
+    assert len({tuple(s.ids[:3]) for group in groups for s in group.samples}) > 8  # seeds differ
     model = CompletionModel(policy.model)
     found = [talk for group in groups for talk in group.samples]
     assert len({len(talk.text) for talk in found}) == 3
@@ -362,13 +357,13 @@ def test_lengths_and_turns_that_are_logged(group, alone, tmp_path):
         [(0, {"question": "40 + 2?"}, [5])], task=calculator,
         REWARD_WEIGHTS={"reward": 1.0}, OUTCOME="reward",
     )  # fmt: skip
-    found = metrics.rollout_metrics(a_run(recipe), Counter(), 0, [group])
+    found = metrics.rollout_metrics(a_run(recipe), [group], 0)
     own, heard = [sample.length for sample in group.samples], 2
     assert found["completions/mean_length"] == sum(own) / 2 and found["tokens_sampled"] == sum(own)
     assert found["num_turns/mean"] == 1.5 and found["num_turns/max"] == 2
     assert found["tools/call_share"] == 0.5 and found["environment_tokens"] == heard / 2
     recipe = replace(recipe, task=SimpleNamespace())
-    found = metrics.rollout_metrics(a_run(recipe), Counter(), 0, [group])
+    found = metrics.rollout_metrics(a_run(recipe), [group], 0)
     assert not any("turns" in name for name in found)
 
 
