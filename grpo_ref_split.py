@@ -213,7 +213,7 @@ def samples_to_train(recipe, groups, step):
     for group in groups:
         for sample in group.samples:
             if not (c.MASK_TRUNCATED and sample.truncated):
-                sample.group, sample.version, sample.noise = group.id, group.version, group.noise
+                sample.group, sample.version = group.id, group.version
                 samples.append(sample)
     lengths = torch.tensor([sample.length for sample in samples])
     weights = plain_loss.token_weights(
@@ -313,7 +313,7 @@ def update(run, samples, step, old):
         metrics = accumulate(run, samples, old, version=step - 1)  # collective
     with leaving_evidence(run, step, samples, metrics):  # collective
         rounded = run.engine.module.head is None and run.policy.dtype == "bfloat16"
-        check_sampler(metrics, run.sampler, {sample.noise for sample in samples}, rounded)
+        check_sampler(metrics, run.sampler, old == "sampler", rounded)
     with run.clock.part("step"), cpu_threads():
         taken = take_step(run.engine, rate, c.SEED)  # collective
     metrics = with_kl(metrics, run.reference.info, c.MODEL)  # KL only if it was computed

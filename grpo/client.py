@@ -45,6 +45,21 @@ class Client:
         if token := shared_token():
             self.session.headers["Authorization"] = f"Bearer {token}"
 
+    def read(self, reply, *names):
+        """Returns the JSON object of an answer. Raises Refused if it lacks one of the `names`, as
+        the answer of another program does."""
+        try:
+            found = dict(reply.json())
+            return {name: found[name] for name in names} and found
+        except (ValueError, LookupError, TypeError) as error:
+            raise self.stranger(reply) from error
+
+    def stranger(self, reply):
+        return Refused(
+            f"another program seems to have the address {self.url}: it answered"
+            f" {text_of(reply)!r:.200}; start `{self.command}` there, or correct the address"
+        )
+
     def call(self, method, path, *, timeout=10, expected=(), **request) -> requests.Response:
         """Calls a route. Raises Refused if the other side answers with an error status that is
         not `expected`, TooLong if it is unreachable or full for `wait_limit_seconds`."""

@@ -29,17 +29,18 @@ def check_gap(gap, limit, what):
 
 
 # --- What is trained is what was sampled ------------------------------------------------
-def check_sampler(metrics, sampler, noises=(), rounded=False):
+def check_sampler(metrics, sampler, by_workers=False, rounded=False):
     """Raises RuntimeError if the trainer's log-probs of freshly sampled tokens differ from the
-    sampler's by more than its rounding, or that of workers (`noises`). Then the two compute
-    different things (temperature, dropout, attention), or the sampler's weights are old or damaged.
+    sampler's by more than its rounding; workers (`by_workers`) may sample in bfloat16. Then the two
+    compute different things (temperature, dropout, attention), or the sampler's weights are old or
+    damaged.
     Logits that are `rounded` to bfloat16 tilt like another temperature, if a policy is sure.
     """
     if not math.isfinite(metrics["loss"]):  # the step will be skipped anyway
         return
     if "sampler_k3" in metrics:
         what = "trainer and sampler should have the same weights, but differ"
-        check_gap(metrics["sampler_k3"], max([sampler.noise, *noises]), what)
+        check_gap(metrics["sampler_k3"], max(sampler.noise, by_workers * NOISE["bfloat16"]), what)
     tilt = metrics.get("sampler_tilt", 0.0)
     if abs(tilt) > TILT and not rounded:
         raise RuntimeError(

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import requests
 import torch
 
-from grpo.client import Client, text_of
+from grpo.client import Client
 from grpo.log import in_background, say
 from grpo.waits import Refused, Wait
 from grpo.wire import check_facts, facts_of, pack_ids, unpack_logps
@@ -82,13 +82,10 @@ class ReferenceClient(Client):
     def check(self, c, tokenizer):
         """Raises SystemExit if the reference does not fit the trainer's constants and tokenizer."""
         self.advise()
-        reply = None
         try:
-            reply = self.call("GET", "/info")
-            info = dict(reply.json())
-        except (requests.RequestException, ValueError, TypeError, SystemExit) as error:
-            why = f"it answered /info with {text_of(reply)}" if reply else error
-            raise SystemExit(f"REF_SERVER = {self.url!r} can't be used: {why}") from error
+            info = self.read(self.call("GET", "/info"), "model")
+        except (requests.RequestException, SystemExit) as error:
+            raise SystemExit(f"REF_SERVER = {self.url!r} can't be used: {error}") from error
         where = f"{info.get('model')} at {self.url}"
         check_facts(info, facts_of(tokenizer), where, c.MODEL)
         longest = c.MAX_PROMPT_TOKENS + c.MAX_COMPLETION_TOKENS
@@ -123,7 +120,9 @@ class ReferenceClient(Client):
         how = {"wait": self.limit, "temperature": temperature}
         request = {"data": pack_ids(groups), "params": how, "timeout": self.limit + 30}
         reply = self.call("POST", "/score", **request)
-        now = json.loads(reply.headers.get("X-Info", "null"))
+        if "X-Info" not in reply.headers:
+            raise self.stranger(reply)
+        now = json.loads(reply.headers["X-Info"])
         if what_counts(now) != what_counts(self.info):
             raise Refused(
                 f"{self.url} now serves the reference {now}; at the start it was {self.info}:"

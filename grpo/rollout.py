@@ -34,8 +34,7 @@ class Stream:
 # --- Sample and reward --------------------------------------------------------------
 def sampled(policy, recipe, prompts, *, seed):
     """Yields a Group without rewards for each of `prompts`, in the order in which the groups end.
-    `prompts` is read when there is room for another group; a None means that it has no prompt yet.
-    Raises the errors of stream_turns.
+    `prompts` is read when there is room for another group. Raises the errors of stream_turns.
     """
     stream = policy.stream
     if recipe.has_turns:
@@ -43,7 +42,7 @@ def sampled(policy, recipe, prompts, *, seed):
 
         stream = functools.partial(stream_turns, policy, recipe)
     groups = stream(
-        (question and Prompt(question, question.ids) for question in prompts),
+        (Prompt(question, question.ids) for question in prompts),
         group_size=recipe.c.GROUP_SIZE,
         max_sequences=recipe.c.SAMPLE_BATCH,
         max_new_tokens=recipe.c.MAX_COMPLETION_TOKENS,

@@ -45,7 +45,6 @@ class Sample:
     advantage: float = 0.0
     weight: float = 0.0  # in the step's loss, of each token that the model wrote
     version: int = 0  # the number of steps that the policy had made when it sampled this
-    noise: float = 0.0  # of a worker that sampled this (Policy.noise)
     group: str = ""  # its group's id
     # Of the tokens that the model wrote, in the last update (None: on another rank)
     trainer_logps: list[float] | None = None
@@ -77,7 +76,6 @@ class Group:
     skipped: bool = False  # whether it is not trained, as it has zero variance (rollout.is_flat)
     run: str = ""  # a worker's group: the run whose policy sampled it
     outcome: str = ""  # a worker's group: the reward that decides correctness
-    noise: float = 0.0  # a worker's group: the noise of its policy
 
     def __post_init__(self):
         for sample in self.samples:

@@ -57,9 +57,8 @@ def stream_groups(
     """Yields (key, [Sample] * G) for each group, as soon as its last completion has ended.
 
     Groups are sampled in waves. A wave begins with as many prompts as `max_sequences` has room for,
-    and ends with its last sequence. `prompts` is an iterator of Prompts, read when a wave begins;
-    None means that it has no more of them for this wave. The stream ends when a wave would have
-    none. Completions are drawn from softmax(logits / temperature); temperature 0 is greedy, with
+    and ends with its last sequence. `prompts` is an iterator of Prompts, read when a wave begins.
+    Completions are drawn from softmax(logits / temperature); temperature 0 is greedy, with
     log-probs at temperature 1. The softmax excludes ids from `vocab_size` on, the embedding's
     padding, here, in the trainer and in the reference server. `generator` is a
     torch.Generator on the model's device. With `stop_strings`, a StopStrings, each token costs
@@ -67,7 +66,7 @@ def stream_groups(
     completion ends whose logits were not finite.
     """
     assert max_sequences >= group_size, (max_sequences, group_size)
-    while new := next_prompts(prompts, max_sequences // group_size):
+    while new := list(itertools.islice(prompts, max_sequences // group_size)):
         check_ids(new, vocab_size)
         wave = Wave(new, group_size, max_new_tokens, eos_ids, stop_strings, model.device)
         decoder = make_decoder(model)
@@ -79,11 +78,6 @@ def stream_groups(
             if wave.is_due:
                 decoder.keep(wave.drop_ended())
             logits = decoder.next_logits(wave.ids[:, wave.length - 1])
-
-
-def next_prompts(prompts, most):
-    """Returns the prompts of an iterator up to its first None, at most `most` of them."""
-    return list(itertools.takewhile(bool, itertools.islice(prompts, most)))
 
 
 def check_ids(prompts, vocab_size):

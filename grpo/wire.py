@@ -3,8 +3,7 @@
 To score, the ids of one or several groups go to the reference server, which answers with log-probs
 (`pack_ids`, `pack_logps`). Workers send their groups to the trainer (`pack_group`). Completions are
 concatenated without padding, N tokens in all. Nothing is pickled, so a body is only data. Ids to
-score are checked before use. A group of a worker, which has the token and this protocol, must have
-all parts with their types, and fit the run (rank_0.Workers.check).
+score, and groups of workers (rank_0.Workers.check), are checked before use.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ from safetensors import SafetensorError
 from grpo.models import vocab_size_of
 from grpo.sample import Group, Sample
 
-PROTOCOL = 7  # trainer, server and workers need the same; raise it if routes or blobs change
+PROTOCOL = 8  # trainer, server and workers need the same; raise it if routes or blobs change
 
 KINDS = ("prompt", "completion")
 IDS = [f"{kind}_{what}" for kind in KINDS for what in ("ids", "lengths")] + ["group_sizes"]
@@ -31,13 +30,13 @@ TENSORS = {  # of a group
     "completion_ids": torch.int32,  # (N,)
     "completion_lengths": torch.int32,  # (G,)
     "logps": torch.float32,  # (N,): of the policy that sampled, at its temperature
-    "is_model_token": torch.bool,  # (N,): False if the task wrote the token; absent: all True
+    "is_model_token": torch.bool,  # (N,): False if the task wrote the token
     "truncated": torch.bool,  # (G,)
     "tool_calls": torch.int32,  # (G, 2): calls of TOOLS that were made, that failed
     "rewards": torch.float32,  # (G, K), a column per name in reward_names; NaN: does not apply
 }
 METADATA = {"id": str, "run": str, "version": int, "index": int, "sampler": str, "outcome": str}
-METADATA |= {"noise": float, "reward_names": list}  # K texts
+METADATA |= {"reward_names": list}  # K texts
 
 
 # --- Ids to score -----------------------------------------------------------------------
@@ -127,41 +126,38 @@ def pack_group(group) -> bytes:
         "tool_calls": np.array([sample.tool_calls for sample in samples], np.int32),
         "rewards": np.array([[s.rewards[name] for name in names] for s in samples], np.float32),
     }
-    if tensors["is_model_token"].all():
-        del tensors["is_model_token"]
     meta = {"protocol": PROTOCOL, "reward_names": names}
     meta = {name: getattr(group, name, None) for name in METADATA} | meta
     return safetensors.numpy.save(tensors, {"grpo": json.dumps(meta)})  # a third of torch's time
 
 
-def unpack_group(body):
-    """Returns the Group in a blob, without its item. Raises ValueError with the reason if a part of
-    the blob is missing, or has another type."""
-    meta, tensors = read_blob(
-        body, "with a group in it", TENSORS, optional={"is_model_token"}, protocol=PROTOCOL
-    )
+def read_group(body):
+    """Returns the metadata and tensors of a group, for group_of. Raises ValueError with the reason
+    if a part is missing, or has another type."""
+    meta, tensors = read_blob(body, "with a group in it", TENSORS, protocol=PROTOCOL)
     for name, kind in METADATA.items():
         require(type(meta.get(name)) is kind, f"{name} must be of the type {kind.__name__}")
-    names, lengths = meta.pop("reward_names"), tensors["completion_lengths"].tolist()
-    ids, logps = (
-        [part.tolist() for part in tensors[name].split(lengths)]
-        for name in ("completion_ids", "logps")
-    )
-    samples = list(map(Sample, ids, logps, tensors["truncated"].tolist()))
-    rows = tensors["rewards"].tolist(), tensors["tool_calls"].tolist()
-    for sample, rewards, calls in zip(samples, *rows, strict=True):
-        sample.rewards, sample.tool_calls = dict(zip(names, rewards, strict=True)), tuple(calls)
-    if "is_model_token" in tensors:
-        for sample, mask in zip(samples, tensors["is_model_token"].split(lengths), strict=True):
-            sample.is_model_token = None if mask.all() else mask.tolist()
-    facts = {name: meta[name] for name in METADATA if name in meta}
+    return meta, tensors
+
+
+def group_of(meta, tensors):
+    """Returns the Group in read_group's result, once that was checked, without its item."""
+    names, lengths = meta["reward_names"], tensors["completion_lengths"].tolist()
+    parts = (tensors[x].split(lengths) for x in ("completion_ids", "logps", "is_model_token"))
+    rows = (tensors[x].tolist() for x in ("truncated", "tool_calls", "rewards"))
+    samples = []
+    for ids, logps, mask, truncated, calls, rewards in zip(*parts, *rows, strict=True):
+        mask = None if mask.all() else mask.tolist()
+        named = {"tool_calls": tuple(calls), "rewards": dict(zip(names, rewards, strict=True))}
+        samples.append(Sample(ids.tolist(), logps.tolist(), truncated, mask, **named))
+    facts = {name: meta[name] for name in METADATA if name != "reward_names"}
     return Group(item=None, prompt=tensors["prompt_ids"].tolist(), samples=samples, **facts)
 
 
-def read_blob(blob, what, dtypes, optional=frozenset(), protocol=None):
+def read_blob(blob, what, dtypes, protocol=None):
     """Returns a safetensors blob's metadata and its tensors, {name: tensor}, which must have the
-    names and `dtypes` given; `optional` names may be missing. `protocol` is that of a group; other
-    bodies have none. Raises ValueError."""
+    names and `dtypes` given. `protocol` is that of a group; other bodies have none. Raises
+    ValueError."""
     try:
         tensors = safetensors.torch.load(blob)  # checks the header
         (size,) = struct.unpack_from("<Q", blob)
@@ -174,8 +170,9 @@ def read_blob(blob, what, dtypes, optional=frozenset(), protocol=None):
     # Before the tensors, which may have other names
     right = protocol is None or meta.get("protocol") == protocol
     require(right, f"the protocol must be {protocol}: update the older side")
-    complete = dtypes.keys() - optional <= tensors.keys() <= dtypes.keys()
-    require(complete, f"tensors must be {sorted(dtypes)}, got {sorted(tensors)}")
+    require(
+        tensors.keys() == dtypes.keys(), f"tensors must be {sorted(dtypes)}, got {sorted(tensors)}"
+    )
     for name, tensor in tensors.items():
         require(tensor.dtype == dtypes[name], f"{name} must be {dtypes[name]}, got {tensor.dtype}")
     return meta, tensors

@@ -1,6 +1,7 @@
 """What tests of sampling and training share: a group, a recipe, a fake policy."""
 
 import contextlib
+import itertools
 from types import SimpleNamespace
 
 import torch
@@ -15,7 +16,6 @@ from grpo.resume import Progress
 from grpo.rewards import total_of
 from grpo.rollout import sampled_and_rewarded
 from grpo.sample import Group, Question, Sample
-from grpo.sampler import next_prompts
 from grpo.start import NoWorkers
 from grpo.task import Recipe
 
@@ -96,7 +96,7 @@ class FakeEngine:
         self.settings, running = settings | {"max_sequences": max_sequences}, []
         while True:
             room = max_sequences // group_size - len(running)
-            new = next_prompts(prompts, room)
+            new = list(itertools.islice(prompts, room))
             self.asked.append(len(new))
             running += new
             self.most = max(self.most, len(running))

@@ -208,7 +208,7 @@ class Arrived(Workers):
     def __init__(self, *groups, **constants):
         self.c, self.lock = a_recipe(**constants).c, threading.Lock()
         self.heard, self.dropped = {}, 0
-        self.groups, self.error = deque(groups), None
+        self.groups = list(groups)
         self.skipped = deque([dataclasses.replace(FLAT, skipped=True)])
 
 

@@ -55,29 +55,28 @@ def test_prompts_may_have_a_limit_of_their_own(family, model_of):
 
 
 class Desk:
-    """Gives prompts to a stream, None once all are given, and notes which began and ended when."""
+    """Gives prompts to a stream, and notes which began and ended when."""
 
-    def __init__(self, prompts):
-        self.waiting, self.events = list(itertools.starmap(Prompt, enumerate(prompts))), []
+    def __init__(self):
+        self.events = []
 
     def prompts(self):
-        while True:
-            prompt = self.waiting.pop(0) if self.waiting else None
-            self.events.append(("begins", prompt and prompt.key))
+        for prompt in itertools.starmap(Prompt, enumerate(MANY)):
+            self.events.append(("begins", prompt.key))
             yield prompt
 
-    def run(self, model, **changes):
+    def run(self, model):
         settings = {"group_size": 3, "max_sequences": 7, "max_new_tokens": 12, "temperature": 1.0}
         settings |= {"eos_ids": EOS, "vocab_size": VOCAB}
         settings["generator"] = torch.Generator().manual_seed(0)
-        for key, group in stream_groups(model, self.prompts(), **settings | changes):
+        for key, group in stream_groups(model, self.prompts(), **settings):
             self.events.append(("ended", key))
             yield key, group
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mamba", "mistral"])
 def test_a_group_comes_as_soon_as_it_has_ended_and_a_wave_begins_after_the_last(family, model_of):
-    desk, lengths = Desk(MANY), {}
+    desk, lengths = Desk(), {}
     with Shapes(model_of(family)) as shapes:
         for key, group in desk.run(model_of(family)):
             lengths[key] = max(len(c.ids) for c in group)
@@ -89,20 +88,8 @@ def test_a_group_comes_as_soon_as_it_has_ended_and_a_wave_begins_after_the_last(
         first, last = ended[0], ended[len(wave) - 1]
         assert lengths[first] <= lengths[last]
         ended = ended[len(wave) :]
-    begun = [key for what, key in desk.events if what == "begins" and key is not None]
-    assert begun == list(range(9)) and desk.events[-1] == ("begins", None)
-
-
-@pytest.mark.parametrize("family", ["qwen2", "mistral"])
-@pytest.mark.parametrize("given, after", [(0, 0), (1, 5)])
-def test_who_reads_a_group_may_ask_for_another_even_after_the_last(family, given, after, model_of):
-    """A worker's trainer may have room once a group is handed over: the stream must be there."""
-    desk, came = Desk(MANY[:given]), []
-    for key, _ in desk.run(model_of(family)):
-        came.append(key)
-        if key < after:
-            desk.waiting.append(Prompt(key + 1, MANY[key + 1]))
-    assert came == list(range(given + after))
+    begun = [key for what, key in desk.events if what == "begins"]
+    assert begun == list(range(9))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "mamba"])

@@ -15,11 +15,12 @@ from grpo import wire
 from grpo.wire import (
     PROTOCOL,
     facts_of,
+    group_of,
     ids_by_sequence,
     pack_group,
     pack_ids,
     pack_logps,
-    unpack_group,
+    read_group,
     unpack_ids,
     unpack_logps,
 )
@@ -31,7 +32,7 @@ def int32(*values):
 
 def blob(**changes):
     """-> a group's body made by hand: a valid one but for what is given (None is left out)."""
-    meta, tensors = wire.read_blob(VALID, "", wire.TENSORS, optional={"is_model_token"})
+    meta, tensors = wire.read_blob(VALID, "", wire.TENSORS)
     fields = {k: v for k, v in (meta | tensors | changes).items() if v is not None}
     tensors = {name: fields.pop(name) for name in wire.TENSORS if name in fields}
     return safetensors.torch.save(tensors, {"grpo": json.dumps(fields)})
@@ -58,7 +59,7 @@ def test_a_group_comes_back(mask):
         for sample, reward in zip(group.samples, (0.5, math.nan, 1.0), strict=True):
             sample.rewards = {"format": 0.25, "correct": reward}  # NaN: does not apply
         body = pack_group(dataclasses.replace(group, item={"question": "?"}))
-        assert len(body) < 6000 and repr(unpack_group(body)) == repr(group)  # NaN != NaN
+        assert len(body) < 6000 and repr(group_of(*read_group(body))) == repr(group)  # NaN != NaN
 
 
 def test_ids_come_back_with_a_prompt_for_each_completion():
@@ -94,7 +95,7 @@ NO_BLOBS = {
 def test_a_body_that_is_no_blob_of_ours_is_refused(name):
     body = NO_BLOBS[name]
     for unpack in (
-        lambda: unpack_group(body),
+        lambda: read_group(body),
         lambda: unpack_ids(body, **LIMITS),
         lambda: unpack_logps(body, [make_group()]),
     ):
@@ -151,14 +152,14 @@ def test_an_answer_that_does_not_fit_its_groups_is_refused():
 ])  # fmt: skip
 def test_a_group_without_a_part_or_of_another_type_is_refused(wrong):
     with pytest.raises(ValueError):
-        unpack_group(blob(**wrong))
-    unpack_group(blob())
+        read_group(blob(**wrong))
+    read_group(blob())
 
 
 def test_a_group_of_another_version_is_told_to_update_whatever_its_tensors_are():
     body = safetensors.torch.save({"own": torch.ones(1)}, {"grpo": json.dumps({"protocol": 4})})
-    with pytest.raises(ValueError, match="protocol must be 7: update the older side"):
-        unpack_group(body)
+    with pytest.raises(ValueError, match="protocol must be 8: update the older side"):
+        read_group(body)
 
 
 # --- Tokenizers -------------------------------------------------------------------------

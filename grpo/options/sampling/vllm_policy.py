@@ -28,7 +28,7 @@ from grpo.options.training.lora import adapters_off, merge_adapters
 from grpo.options.workers.weights import check_shapes
 from grpo.proof import NOISE, TF32_NOISE
 from grpo.sample import Sample
-from grpo.sampler import completion_text, next_prompts
+from grpo.sampler import completion_text
 
 # The whole distribution (top_k 0 is off), with our stops instead of the model's
 PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
@@ -78,7 +78,7 @@ class VLLMPolicy:
         try:
             while True:
                 room = (max_sequences - engine.get_num_unfinished_requests()) // group_size
-                for key, ids, limit in next_prompts(prompts, room):
+                for key, ids, limit in itertools.islice(prompts, room):
                     # Completion i is drawn with seed + i
                     most, bits = limit or max_new_tokens, draw.getrandbits(62)
                     keys[self._begin(ids, group_size, bits, most, temperature)] = key

@@ -1,8 +1,9 @@
 """Rank 0's part in work with workers: it serves its newest policy, and receives their groups.
 
-    GET  /policy?worker=NAME   {"policy": its record or null, "room": groups that NAME may begin}
-    GET  /policy/SHA256        the file of that policy, if there is no newer one
-    POST /group                a group (wire.pack_group); {"refused": "" or the reason}
+    GET  /policy?groups=N    {"policy": its record}, before a round of N groups; or 503 while
+                             enough groups wait or are being sampled
+    GET  /policy/SHA256      the file of that policy, if there is no newer one
+    POST /group              a group (wire.pack_group); {"refused": "" or the reason}
 
 A policy is a safetensors file of the trained weights. Its record holds the run, the version
 (updates made), the file's size and hash, the settings that a worker must share, and a proof: the
@@ -13,28 +14,27 @@ zero variance is decided here, so workers send all.
 
 import shutil
 import threading
-import time
 import uuid
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import safetensors.torch
+import torch
 
 from grpo.log import announced, in_background, say
 from grpo.options.workers.gate import Busy, Gate, listen, token_for
 from grpo.options.workers.policy_proof import proof_of, sample_proof
 from grpo.options.workers.shared_settings import settings_of
 from grpo.options.workers.weights import trained_weights
-from grpo.proof import NOISE
 from grpo.rewards import total_of
 from grpo.rollout import skip_if_flat
-from grpo.wire import sha256_of, unpack_group
+from grpo.wire import check_parts, group_of, read_group, require, sha256_of
 
 MAX_GROUP_BYTES = 16 << 20  # of one group: 64 completions of 8192 tokens are 6 MB
 THREADS = 16  # requests served at once; none of them waits
 SKIPPED = 4096  # groups of zero variance that are kept until a step counts them
-ACTIVE_SECONDS = 30  # a worker that has been silent for longer gets no share of the room
 
 
 class Workers:
@@ -49,13 +49,15 @@ class Workers:
         self.questions = {question.index: question for question in recipe.prompts}
         self.lock = threading.Lock()
         self.record = None  # of the newest policy
-        self.groups = deque()  # the groups that wait to be trained, oldest first
+        self.step = 0  # updates that the trainer has made
+        self.groups = []  # the groups that wait to be trained, oldest first
+        self.coming = 0  # groups of the rounds that have begun since the last step
         self.skipped = deque(maxlen=SKIPPED)  # those that are only counted
         self.ids = deque(maxlen=10_000)  # a group arrives twice if the first answer was lost
-        self.heard = {}  # {worker: when it last asked for a policy}
         self.dropped = 0  # groups that were too old
         self.proof = None  # (prompt, completion), sampled once because sampling is slow
-        self.thread = self.error = None
+        self.writer = ThreadPoolExecutor(1)
+        self.written = self.writer.submit(lambda: None)  # the Future of the newest policy's file
         # Absolute, as a reward may change the process's folder while _publish writes
         self.folder = Path(c.RUN_DIR, ".policy").absolute()
         shutil.rmtree(self.folder, ignore_errors=True)  # what kill -9 has left
@@ -72,13 +74,25 @@ class Workers:
 
     # --- Routes -----------------------------------------------------------------------
     def answer_policy(self):
-        worker = self.app.query("worker")
         with self.lock:
-            now = time.monotonic()
-            self.heard = {w: at for w, at in self.heard.items() if now - at < ACTIVE_SECONDS}
-            self.heard[worker] = now
-            free = max(0, self.c.PROMPTS_PER_STEP - len(self.groups))
-            return {"policy": self.record, "room": -(-free // len(self.heard))}
+            if self.record is None:
+                raise Busy("no policy is published yet")
+            self.check_room(self.coming)
+            self.coming += int(self.app.query("groups"))
+            return {"policy": self.record}
+
+    def check_room(self, coming=0):
+        """Raises Busy if enough groups for a step wait, or are `coming`."""
+        self.drop_old()
+        if len(self.groups) + coming >= self.c.PROMPTS_PER_STEP:
+            raise Busy(f"{len(self.groups)} groups wait for the next step, {coming} are coming")
+
+    def drop_old(self):
+        fresh = [group for group in self.groups if not self.is_old(group)]
+        self.dropped, self.groups = self.dropped + len(self.groups) - len(fresh), fresh
+
+    def is_old(self, group):
+        return group.version < self.step - self.c.MAX_STALENESS
 
     def answer_file(self, sha256):
         with self.lock:
@@ -87,40 +101,54 @@ class Workers:
             return self.app.file(self.folder / sha256)  # opened here, before it is deleted
 
     def answer_group(self):
-        group, record = unpack_group(self.app.read_body()), self.record
-        if record is None:
-            raise Busy("no policy is published yet")
-        if group.run != self.run:
+        meta, tensors = read_group(self.app.read_body())
+        if meta["run"] != self.run or self.record is None:
             return {"refused": "its policy is of another run, or of this one before it resumed"}
-        self.check(group)
+        try:
+            self.check(meta, tensors)
+        except ValueError as error:
+            say(f"a group of the worker {meta['sampler']!r:.100} is refused: {error}")
+            raise
+        group = group_of(meta, tensors)
         for sample in group.samples:
             sample.total = total_of(self.recipe, sample)
         skip_if_flat(self.c, group)
         with self.lock:
-            if group.id not in self.ids:
-                if len(self.groups) >= self.c.PROMPTS_PER_STEP and not group.skipped:
-                    raise Busy(f"{len(self.groups)} groups wait for the next step")
-                (self.skipped if group.skipped else self.groups).append(group)
-                self.ids.append(group.id)
+            if group.id in self.ids:
+                return {"refused": ""}
+            if self.is_old(group):
+                self.dropped += 1
+                return {"refused": f"it is more than {self.c.MAX_STALENESS} updates old"}
+            if not group.skipped:
+                self.check_room()
+            (self.skipped if group.skipped else self.groups).append(group)
+            self.ids.append(group.id)
+            self.coming = max(0, self.coming - 1)
         return {"refused": ""}
 
-    def check(self, group):
-        """Raises ValueError if this is not a group that the trainer could have sampled."""
-        recipe, question = self.recipe, self.questions.get(group.index)
-        names = list(group.samples[0].rewards)
-        same = (names, group.outcome) == (list(recipe.weights), recipe.outcome)
-        same = same and len(group.samples) == self.c.GROUP_SIZE
-        if not same or not question or question.ids != group.prompt:
-            raise ValueError("the group does not have the prompt, rewards or size of this run")
-        if min(group.ids) < 0 or max(group.ids) >= self.policy.vocab_size:
-            raise ValueError("the group has ids that the tokenizer does not have")
-        longest = max(sample.length for sample in group.samples)
-        if longest > self.c.MAX_COMPLETION_TOKENS or not group.noise <= max(NOISE.values()):
-            raise ValueError("the group's completions or its noise exceed what this run allows")
-        if self.c.RATIO_LEVEL == "sequence" and group.noise > NOISE["float32"]:
-            raise ValueError(
-                "with RATIO_LEVEL = 'sequence' workers need DTYPE=float32 SAMPLER=torch"
-            )
+    def check(self, meta, tensors):
+        """Raises ValueError with the reason unless the trainer could have sampled this group."""
+        c, question = self.c, self.questions.get(meta["index"])
+        same = question and question.ids == tensors["prompt_ids"].tolist()
+        require(same, "its prompt is not that of this run's question")
+        names = list(self.recipe.weights), self.recipe.outcome
+        require((meta["reward_names"], meta["outcome"]) == names, "it has other rewards")
+        ids, lengths = tensors["completion_ids"], tensors["completion_lengths"]
+        check_parts("completion", ids, lengths, self.policy.vocab_size)
+        most, size = c.MAX_COMPLETION_TOKENS, c.GROUP_SIZE
+        fits = len(lengths) == size and lengths.max() <= most
+        require(fits, f"it must have {size} completions of at most {most} tokens")
+        shapes = {"logps": (len(ids),), "truncated": (size,), "tool_calls": (size, 2)}
+        shapes |= {"is_model_token": (len(ids),), "rewards": (size, len(names[0]))}
+        wrong = [name for name, x in tensors.items() if x.shape != shapes.get(name, x.shape)]
+        require(not wrong, f"the shape of {wrong} is wrong")
+        masks = tensors["is_model_token"].split(lengths.tolist())
+        require(all(map(torch.any, masks)), "in a completion the model has no token")
+        logps, rewards = tensors["logps"], tensors["rewards"]
+        require(logps.isfinite().all() and logps.max() < 1e-3, "log-probs must be finite and <= 0")
+        require(not rewards.isinf().any(), "rewards must be finite, or NaN: does not apply")
+        known = 0 <= meta["version"] <= self.record["version"] and meta["sampler"] != "trainer"
+        require(known, "it is of a policy that was never published, or of the trainer")
 
     # --- The trainer's side -----------------------------------------------------------
     def publish(self, step):
@@ -129,42 +157,35 @@ class Workers:
         self.proof = self.proof or sample_proof(self.policy, self.recipe)
         record = {"run": self.run, "version": step, "settings": self.settings}
         record["proof"] = proof_of(self.policy, *self.proof)
-        self.thread = in_background(self._publish, trained_weights(self.policy.model), record)
+        weights = trained_weights(self.policy.model)
+        self.written = self.writer.submit(self._publish, weights, record)
 
     def _publish(self, weights, record):
-        try:
-            draft = self.folder / "draft"
-            safetensors.torch.save_file(weights, draft)
-            record |= {"bytes": draft.stat().st_size, "sha256": sha256_of(draft)}
-            draft.replace(self.folder / record["sha256"])
-            with self.lock:
-                old, self.record = self.record, record
-            if old and old["sha256"] != record["sha256"]:
-                (self.folder / old["sha256"]).unlink()
-        except Exception as error:  # noqa: BLE001 (raised in the main thread, by finish)
-            self.error = error
+        draft = self.folder / "draft"
+        safetensors.torch.save_file(weights, draft)
+        record |= {"bytes": draft.stat().st_size, "sha256": sha256_of(draft)}
+        draft.replace(self.folder / record["sha256"])
+        with self.lock:
+            old, self.record = self.record, record
+        if old and old["sha256"] != record["sha256"]:
+            (self.folder / old["sha256"]).unlink()
 
     def finish(self):
         """Waits until the newest policy is published; raises what that raised."""
-        if self.thread:
-            with announced("the policy's file to be written"):
-                self.thread.join()
-        if self.error:
-            raise self.error
+        with announced("the policy's file to be written"):
+            self.written.result()
 
     def take(self, step):
         """Returns at most PROMPTS_PER_STEP waiting groups, and all that are skipped. Drops and
         counts groups whose policy is more than MAX_STALENESS updates old."""
-        groups = []
+        most = self.c.PROMPTS_PER_STEP
         with self.lock:
-            while self.groups and len(groups) < self.c.PROMPTS_PER_STEP:
-                group = self.groups.popleft()
-                fits = step - self.c.MAX_STALENESS <= group.version
-                self.dropped += not fits
-                groups += [group] * fits
-            groups += self.skipped
+            self.step, self.coming = step, 0  # a worker that has died leaves its place
+            self.drop_old()
+            taken, self.groups = self.groups[:most], self.groups[most:]
+            taken += self.skipped
             self.skipped.clear()
-        return groups
+        return taken
 
     def metrics(self, groups, step):
         """Returns the updates since the groups were sampled (mean and largest), and the number of
@@ -174,9 +195,7 @@ class Workers:
         return {"staleness": mean, "staleness_max": most, "groups_dropped": self.dropped}
 
     def close(self):
-        if self.thread:
-            self.thread.join()
-        if self.error:
-            say(f"the last policy was not published: {self.error!r}")
+        if error := self.written.exception():
+            say(f"the last policy was not published: {error!r}")
         self.server.stop()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 # Constants that must be equal, in addition to what settings_of adds
 SHARED = "GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS TEMPERATURE STOP_TOKENS STOP_STRINGS"
-SHARED += " BASE_BITS"
+SHARED += " BASE_BITS RATIO_LEVEL"
 
 
 def settings_of(recipe):

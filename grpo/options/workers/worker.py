@@ -4,8 +4,8 @@
     python grpo_ref_split.py worker SAMPLER=vllm     # with vLLM
 
 It needs the address of the trainer's rank 0 (TRAINER), and GRPO_TOKEN if the trainer has one. It
-fetches the newest policy, proves that it computes the same log-probs, and samples prompts in a
-separate order while the trainer has room for groups. It may start and end at any time.
+fetches the newest policy, proves that it computes the same log-probs, and samples a round of
+prompts in a separate order, again and again. It may start and end at any time.
 """
 
 import os
@@ -15,16 +15,15 @@ import time
 
 import safetensors.torch
 
-from grpo.client import CUT_OFF, Client
+from grpo.client import CUT_OFF, Client, text_of
 from grpo.log import tell
 from grpo.options.workers.policy_proof import SharedPolicy, check_proof
 from grpo.options.workers.shared_settings import check_settings, settings_of
 from grpo.policy import make_policy
+from grpo.proof import NOISE
 from grpo.rollout import Stream, sampled_and_rewarded, seed_of
 from grpo.waits import Wait
 from grpo.wire import pack_group, sha256_of
-
-ASK_SECONDS = 0.5  # between two requests for more room while there are completions to sample
 
 
 def worker_policy(c, tokenizer):
@@ -39,29 +38,14 @@ def worker_policy(c, tokenizer):
 def run_worker(policy, recipe, name=None):
     """Samples until no trainer has answered for WAIT_LIMIT_SECONDS; then it raises TooLong.
 
-    `policy` has stream, text, load, logps, dtype, noise and tokenizer, as SharedPolicy, and
-    for a task with reply() eos_ids. Raises RuntimeError if its log-probs
-    differ from the trainer's, SystemExit if its model or its settings differ.
+    `policy` is a SharedPolicy, or has its stream, text, load, logps, dtype, noise, tokenizer and
+    eos_ids. Raises RuntimeError if its log-probs differ from the trainer's, SystemExit if its model
+    or settings differ, or if the trainer refuses a group as wrong.
     """
     worker = Worker(policy, recipe, name or unique_name())
-    wait, fresh = None, False  # fresh: the loaded policy has not sampled yet
     while True:
-        record, room = worker.trainer.policy(worker.name)  # waits while the trainer is away
-        if record is None:
-            why = "it has not published a policy yet"
-        elif worker.lacks(record) and not fresh:  # else it might load for ever
-            if fresh := worker.load(record):
-                continue
-            why = "a newer policy replaced the requested one, or its download was interrupted"
-        elif room:
-            worker.sample(room)
-            wait, fresh = None, False
-            continue
-        else:
-            why = "it already has all groups for its next step"
-        fresh = False
-        wait = wait or Wait(f"the trainer at {worker.trainer.url} to have room")
-        wait.sleep(why, pause=0.2)
+        if worker.load(worker.trainer.policy(worker.round)):
+            worker.sample_round()
 
 
 def unique_name():
@@ -77,24 +61,23 @@ class Worker:
         self.policy, self.recipe, self.c, self.name = policy, recipe, recipe.c, name
         self.trainer = TrainerClient(self.c.TRAINER, self.c.WAIT_LIMIT_SECONDS)
         self.order = Stream(recipe.prompts, f"{self.c.SEED}/{name}")
-        self.begun = 0  # groups, each with the next prompt of the order
+        # In a round: what fits SAMPLE_BATCH, or what a step trains
+        self.round = min(recipe.c.PROMPTS_PER_STEP, recipe.c.SAMPLE_BATCH // recipe.c.GROUP_SIZE)
+        self.groups = 0  # sampled in all, each with the next prompt of the order
         self.settings = settings_of(recipe)
         self.loaded = {"run": "", "version": -1, "sha256": ""}
-        self.held = 0  # groups that were started and are not sent yet
-        self.asked = 0.0  # when it last requested room, on the monotonic clock
-        self.groups = 0  # sampled in all
-
-    def lacks(self, record):
-        """Returns whether another policy is loaded. Notes a new version of the same weights."""
-        if any(record[key] != self.loaded[key] for key in ("run", "sha256")):
-            return True
-        self.loaded = record
-        return False
 
     def load(self, record):
-        """Fetches a policy, loads it, and checks its log-probs. Returns False if the trainer does
-        not have it any more, or if the connection breaks."""
+        """Fetches a policy, unless its weights are there, and checks its log-probs. Returns False
+        if the trainer does not have it any more, or if the connection breaks."""
+        if all(record[key] == self.loaded[key] for key in ("run", "sha256")):
+            self.loaded = record  # perhaps a new version of the same weights
+            return True
         check_settings(record["settings"], self.settings)
+        if self.c.RATIO_LEVEL == "sequence" and self.policy.noise > NOISE["float32"]:
+            raise SystemExit(
+                "RATIO_LEVEL = 'sequence' needs workers with DTYPE=float32 SAMPLER=torch"
+            )
         version, started = record["version"], time.perf_counter()
         # Without a name: a worker that is killed leaves no gigabytes behind
         with tempfile.TemporaryFile() as file:
@@ -115,42 +98,24 @@ class Worker:
         )
         return True
 
-    def sample(self, room):
-        """Samples `room` groups, and more while there is room and no newer policy. Groups that were
-        started are always finished: the first groups to end would favor short completions."""
-        started, groups, tokens, refused = time.perf_counter(), 0, 0, 0
-        run, version, first = self.loaded["run"], self.loaded["version"], self.begun
-        self.held = 0
-        prompts, seed = self.prompts(room), seed_of(self.name, run, version, first)
+    def sample_round(self):
+        """Samples a round of groups, and sends each when it has ended. All are finished: the first
+        groups to end would favor short completions."""
+        started, tokens, refused = time.perf_counter(), 0, []
+        run, version, first = self.loaded["run"], self.loaded["version"], self.groups
+        prompts = (self.order[first + i] for i in range(self.round))
+        seed = seed_of(self.name, run, version, first)
         for group in sampled_and_rewarded(self.policy, self.recipe, prompts, seed=seed):
-            groups, tokens = groups + 1, tokens + len(group.ids)
-            group.id = f"{self.name}-{first:08d}-{groups:04d}"
-            group.run, group.version = run, version
+            self.groups, tokens = self.groups + 1, tokens + len(group.ids)
+            group.id, group.run, group.version = f"{self.name}-{self.groups:08d}", run, version
             group.sampler, group.outcome = self.name, self.recipe.outcome
-            group.noise = self.policy.noise
-            refused += bool(self.trainer.put_group(pack_group(group)))
-            self.held -= 1
-        self.groups += groups
+            refused += filter(None, [self.trainer.put_group(pack_group(group))])
         speed = tokens / (time.perf_counter() - started)
+        why = f" ({len(refused)} refused: {refused[0]})" if refused else ""
         tell(
-            f"policy {version}: {groups} groups ({refused} refused), {speed:.0f} tokens/s;"
+            f"policy {version}: {self.round} groups{why}, {speed:.0f} tokens/s;"
             f" {self.groups} groups in all"
         )
-
-    def prompts(self, room):
-        """Yields the next prompts: first `room` of them, then more as the trainer has room; None
-        while it has no room, or has a newer policy."""
-        while True:
-            if not room and time.monotonic() - self.asked > ASK_SECONDS:
-                self.asked = time.monotonic()
-                record, room = self.trainer.policy(self.name)
-                room = max(0, room - self.held) if record == self.loaded else 0
-            if room:
-                room -= 1
-                self.held, self.begun = self.held + 1, self.begun + 1
-                yield self.order[self.begun - 1]
-            else:
-                yield None
 
 
 class TrainerClient(Client):
@@ -159,10 +124,19 @@ class TrainerClient(Client):
     command = "deepspeed grpo_ref_split.py PUBLISH_STEPS=1"
     limit_of_body = "MAX_GROUP_BYTES in grpo/options/workers/rank_0.py"
 
-    def policy(self, worker):
-        """Returns (the newest policy's record or None, how many groups `worker` may begin)."""
-        answer = self.call("GET", "/policy", params={"worker": worker}).json()
-        return answer["policy"], answer["room"]
+    def policy(self, groups):
+        """Returns the newest policy's record, for a round of `groups`. Waits while the trainer has
+        none, or has enough groups."""
+        named = "policy", "the trainer to want groups"
+        return self.patiently("GET", "/policy", *named, params={"groups": groups})
+
+    def patiently(self, method, path, name, what, **request):
+        """Returns a part of an answer. Waits without a limit while the trainer is busy, as a step
+        or an evaluation may take long."""
+        wait, request = Wait(f"{what}, at {self.url}"), request | {"timeout": 60, "expected": [503]}
+        while (reply := self.call(method, path, **request)).status_code == 503:
+            wait.sleep(text_of(reply))
+        return self.read(reply, name)[name]
 
     def fetch(self, record, path):
         """Downloads the policy of `record` to `path`. Returns False if it is no longer served, or
@@ -181,9 +155,6 @@ class TrainerClient(Client):
         return True
 
     def put_group(self, body):
-        """Sends a group. Returns "", or why the trainer refused it. Waits without a limit while the
-        trainer's queue is full, as a step or an evaluation may take long."""
-        wait = Wait(f"space for a group in the queue of {self.url}")
-        while not (reply := self.call("POST", "/group", data=body, timeout=60, expected=[503])).ok:
-            wait.sleep(reply.text)
-        return reply.json()["refused"]
+        """Sends a group. Returns "", or why the trainer does not train it."""
+        what = "the trainer to have room for a group"
+        return self.patiently("POST", "/group", "refused", what, data=body)

@@ -7,6 +7,8 @@ from itertools import chain
 
 import pytest
 import requests
+import safetensors.torch
+import torch
 from helpers import call, refused
 from trainer_side import Policy, change, file_of, post, publish, sample_of, serving, weights
 
@@ -14,9 +16,8 @@ from grpo.options.workers import rank_0 as workers_module
 from grpo.options.workers.policy_proof import check_proof
 from grpo.options.workers.shared_settings import settings_of
 from grpo.options.workers.worker import TrainerClient
-from grpo.proof import NOISE
 from grpo.sample import Sample
-from grpo.wire import sha256_of
+from grpo.wire import PROTOCOL, read_group, sha256_of
 
 
 @pytest.fixture
@@ -25,17 +26,16 @@ def side(tmp_path):
         yield workers
 
 
-def asked(workers, worker="me"):
-    """-> (record, room), as a worker gets them."""
-    answer = call(workers.app, "GET", "/policy", QUERY_STRING=f"worker={worker}")[2]
-    return tuple(json.loads(answer).values())
+def asked(workers):
+    """-> the record, as a worker gets it."""
+    return json.loads(call(workers.app, "GET", "/policy", QUERY_STRING="groups=1")[2])["policy"]
 
 
 # --- GET /policy --------------------------------------------------------------------
 def test_a_policy_is_published_with_all_that_a_worker_checks(side):
-    assert asked(side) == (None, 4)
+    refused(call(side.app, "GET", "/policy"), 503)
     record = publish(side, 3)
-    assert asked(side) == (json.loads(json.dumps(record)), 4)
+    assert asked(side) == json.loads(json.dumps(record))
     assert (record["run"], record["version"]) == (side.run, 3)
     assert record["settings"] == settings_of(side.recipe)
     (path,) = side.folder.iterdir()
@@ -56,24 +56,24 @@ def test_what_is_published_is_the_policy_as_it_was(side, monkeypatch):
     )
     side.publish(0)
     side.policy.become(weights(1))
-    assert asked(side)[0] is None  # and training goes on
+    refused(call(side.app, "GET", "/policy"), 503)  # and training goes on
     go_on.set()
     side.finish()
     assert (side.folder / side.record["sha256"]).read_bytes() == file_of(before)
 
 
-def test_the_room_is_divided_among_the_workers_that_are_heard_of(side, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(workers_module.time, "monotonic", lambda: now[0])
-    assert [asked(side, name)[1] for name in ("a", "b", "c", "a")] == [4, 2, 2, 2]
-    publish(side, 0)
-    assert post(side, sample_of(side))[0] == 200
-    assert asked(side, "a")[1] == 1
-    now[0] += workers_module.ACTIVE_SECONDS  # b and c are gone
-    assert asked(side, "a")[1] == 3
-    for number in range(1, 4):
-        post(side, sample_of(side, number))
-    assert asked(side, "a")[1] == 0
+def test_no_round_begins_while_enough_groups_wait_or_come_and_what_has_aged_makes_room(side):
+    publish(side, 3)
+    for number in range(4):
+        assert asked(side)
+        post(side, sample_of(side, number, version=number))
+    refused(call(side.app, "GET", "/policy", QUERY_STRING="groups=1"), 503)
+    side.step = 3  # MAX_STALENESS is 2
+    assert asked(side) and side.dropped == 1 and len(side.groups) == 3
+    refused(call(side.app, "GET", "/policy", QUERY_STRING="groups=1"), 503)  # one is coming
+    side.take(3)
+    assert asked(side)
+    refused(call(side.app, "GET", "/policy", QUERY_STRING="groups=x"), 400)
 
 
 def test_all_routes_want_the_token(tmp_path, monkeypatch):
@@ -135,7 +135,6 @@ def test_what_a_killed_trainer_left_is_removed_and_close_leaves_nothing(tmp_path
 
 # --- POST /group ------------------------------------------------------------------------
 def test_groups_wait_in_a_bounded_queue_and_come_once(side):
-    assert post(side, sample_of(side))[0] == 503  # no policy yet: from before a restart
     publish(side, 0)
     bodies = [sample_of(side, number) for number in range(5)]
     assert [post(side, body)[0] for body in (bodies[0], *bodies[:4])] == [200] * 5
@@ -178,32 +177,62 @@ def test_groups_of_another_run_or_from_before_a_resume_are_not_wanted(side, tmp_
     assert trainer.put_group(sample_of(side, version=5)) == "" and side.groups
 
 
+ONE = Sample([7], [-1.0], rewards={"correctness": 1.0, "format": 0.0})
 FOREIGN = {
     "another prompt": {"prompt": [5, 7]},
     "no such item": {"index": 99},
-    "one completion": {"samples": [Sample([7], [-1.0], rewards={"correctness": 1, "format": 0})]},
+    "one completion": {"samples": [ONE]},
     "unknown ids": {"ids": [7, 400]},
     "negative ids": {"ids": [7, -1]},
     "rewards in another order": {"reward_names": ["format", "correctness"]},
     "another outcome": {"outcome": "format"},
     "a longer completion": {"ids": [7] * 201},
-    "any difference of log-probs as noise": {"noise": math.inf},
+    "a longer completion of the task's": {"ids": [7] * 201, "mask": [True] + [False] * 200},
+    "no id": {"ids": []},
+    "no id of the model": {"ids": [7, 2], "mask": [False, False]},
+    "fewer log-probs": {"logps": [-1.0] * 2},
+    "more log-probs": {"logps": [-1.0] * 4},
+    "a probability of 2": {"logps": [-1.0, 0.7, -1.0]},
+    "no log-prob": {"logps": [-1.0, math.nan, -1.0]},
+    "a reward without an end": {"correctness": math.inf},
+    "a version to come": {"version": 1},
+    "a negative version": {"version": -1},
+    "the trainer's name": {"sampler": "trainer"},
 }
 
 
 @pytest.mark.parametrize("what", FOREIGN)
-def test_a_group_that_the_trainer_could_not_have_sampled_is_refused(side, what):
+def test_a_group_that_the_trainer_could_not_have_sampled_is_refused(side, what, capsys):
     publish(side, 0)
-    body = sample_of(side, **FOREIGN[what])
+    changes = dict(FOREIGN[what])
+    own = {name: changes.pop(name) for name in ("mask", "correctness", "logps") if name in changes}
+    body = sample_of(side, **changes)
+    if own:
+        meta, tensors = read_group(body)
+        if "mask" in own:
+            tensors["is_model_token"] = torch.tensor([*own["mask"], True])
+        if "logps" in own:
+            tensors["logps"] = torch.tensor(own["logps"])
+        if "correctness" in own:
+            tensors["rewards"][0, 0] = own["correctness"]
+        meta |= {"protocol": PROTOCOL}
+        body = safetensors.torch.save(tensors, {"grpo": json.dumps(meta)})
     assert refused(call(side.app, "POST", "/group", body), 400)
-    assert not side.groups
+    assert not side.groups and f"worker {changes.get('sampler', 'me')!r}" in capsys.readouterr().out
 
 
-def test_sequence_ratios_take_no_groups_of_a_sampler_with_rounding(tmp_path):
-    with serving(tmp_path / "run", RATIO_LEVEL="sequence") as side:
-        publish(side, 0)
-        for noise, status in ((NOISE["bfloat16"], 400), (NOISE["float32"], 200)):
-            assert call(side.app, "POST", "/group", sample_of(side, noise=noise))[0] == status
+@pytest.mark.parametrize("name", ["truncated", "tool_calls", "rewards", "completion_lengths"])
+@pytest.mark.parametrize("change", [
+    lambda x: x[:1], lambda x: x[None], lambda x: torch.cat([x, x]), lambda x: x.flatten()[0]
+])  # fmt: skip
+def test_shapes_that_do_not_fit_are_refused(side, name, change):
+    publish(side, 0)
+    meta, tensors = read_group(sample_of(side))
+    tensors[name] = change(tensors[name]).contiguous()
+    meta = json.dumps(meta | {"protocol": PROTOCOL})
+    assert refused(
+        call(side.app, "POST", "/group", safetensors.torch.save(tensors, {"grpo": meta})), 400
+    )
 
 
 # --- take() -----------------------------------------------------------------------------
@@ -214,10 +243,11 @@ def test_groups_that_are_too_old_are_dropped_and_counted(tmp_path):
         for number in range(8):
             post(side, sample_of(side, number, version=number))
         groups = side.take(7)
+        assert json.loads(post(side, sample_of(side, 20, version=4))[1])["refused"]
         assert [group.version for group in groups] == [5, 6, 7]
         metrics = side.metrics(groups, 7)
-        assert metrics == {"staleness": 1.0, "staleness_max": 2, "groups_dropped": 5}
-        assert side.metrics([], 7) == {"staleness": 0, "staleness_max": 0, "groups_dropped": 5}
+        assert metrics == {"staleness": 1.0, "staleness_max": 2, "groups_dropped": 6}
+        assert side.metrics([], 7) == {"staleness": 0, "staleness_max": 0, "groups_dropped": 6}
         assert side.take(7) == []  # at once: the ranks sample
         for number in range(10, 14):
             post(side, sample_of(side, number, version=9))
@@ -233,4 +263,3 @@ def test_a_policy_that_can_not_be_written_ends_the_run_with_its_error(side, monk
     side.publish(0)
     with pytest.raises(OSError):
         side.publish(1)
-    side.error = None

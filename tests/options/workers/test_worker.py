@@ -1,18 +1,21 @@
 """A worker and rank 0's side of it: fetch, prove, sample, hand over. The trainer's side is in this
 process, behind a real socket."""
 
+import io
+import itertools
 import os
 from collections import Counter
 
 import pytest
+import requests
 import torch
 from fakes import ALL_RIGHT, ALL_WRONG, MIXED
 from trainer_side import Policy, change, end, publish, serving, weights
 
 from grpo.options.workers import worker as worker_module
-from grpo.options.workers.worker import TrainerClient, Worker, run_worker
+from grpo.options.workers.worker import TrainerClient, run_worker
 from grpo.rollout import Stream
-from grpo.waits import TooLong
+from grpo.waits import Refused, TooLong
 
 OUTCOMES = [MIXED, ALL_WRONG, MIXED, ALL_RIGHT, MIXED, MIXED, MIXED]
 USABLE = [outcome is MIXED for outcome in OUTCOMES]
@@ -23,35 +26,25 @@ class Ended(Exception):
 
 
 class Script:
-    """Runs a function of `steps` before each question that a worker asks between two rollouts, and
-    ends it after the last; one of `during` before each that it asks in a rollout."""
+    """Runs a function of `steps` before each question that a worker asks between two rounds, and
+    ends it after the last."""
 
-    def __init__(self, monkeypatch, *steps, during=()):
-        script, self.steps, self.during = self, list(steps), list(during)
-        self.statuses, self.sampling = Counter(), False
+    def __init__(self, monkeypatch, *steps):
+        script, self.steps, self.statuses = self, list(steps), Counter()
 
         class Scripted(TrainerClient):
-            def policy(self, name):
-                steps = script.during if script.sampling else script.steps
-                if steps:
-                    steps.pop(0)()
-                elif steps is script.steps:
+            def policy(self, groups):
+                if not script.steps:
                     raise Ended
-                return super().policy(name)
+                script.steps.pop(0)()
+                return super().policy(groups)
 
             def call(self, method, path, **named):
                 reply = super().call(method, path, **named)
                 script.statuses[path.split("/")[1], reply.status_code] += 1
                 return reply
 
-        class Noted(Worker):
-            def sample(self, room):
-                script.sampling = True
-                super().sample(room)
-                script.sampling = False
-
         monkeypatch.setattr(worker_module, "TrainerClient", Scripted)
-        monkeypatch.setattr(worker_module, "Worker", Noted)
 
 
 def go_on():
@@ -81,35 +74,19 @@ def in_order(side, *positions, name="me"):
 
 
 # --- What it samples --------------------------------------------------------------------
-def test_a_worker_samples_with_the_newest_policy_while_there_is_room(side, monkeypatch, no_pause):
-    trained = []
-
-    def train():
-        trained.extend(side.groups)
-        side.groups.clear()
-        publish(side, 3)
-
+def test_a_worker_samples_rounds_with_the_newest_policy(side, monkeypatch):
     change(side, SKIP_FLAT_GROUPS=False)
     publish(side, 0)
-    script = Script(monkeypatch, go_on, go_on, go_on, train, go_on, go_on)
+    script = Script(monkeypatch, go_on, go_on, lambda: publish(side, 3))
     policy, _ = run(side)
     assert policy.loads == [weights(0).tolist(), weights(3).tolist()]
-    groups = [*trained, *side.groups]
-    assert [group.version for group in groups] == [0] * 7 + [3] * 7
-    first, second = in_order(side, *range(7)), in_order(side, *range(7, 14))
-    assert Counter(g.index for g in trained) == Counter(first)
-    assert Counter(g.index for g in side.groups) == Counter(second)
-    assert {(g.run, g.sampler, g.outcome) for g in groups} == {(side.run, "me", "correctness")}
-    assert len({group.id for group in groups}) == 14
-    assert script.statuses["group", 200] == 14 and script.statuses["group", 503] == 0
+    assert [group.version for group in side.groups] == [0] * 4 + [3] * 2
+    assert Counter(g.index for g in side.groups) == Counter(in_order(side, *range(6)))
+    facts = {(g.run, g.sampler, g.outcome) for g in side.groups}
+    assert facts == {(side.run, "me", "correctness")}
+    assert len({group.id for group in side.groups}) == 6
+    assert script.statuses == {("policy", 200): 5, ("group", 200): 6}  # two are downloads
     assert policy.most <= 2  # groups of two in a SAMPLE_BATCH of 4
-
-
-def test_a_worker_does_not_ask_after_each_group(side, monkeypatch):
-    monkeypatch.setattr(worker_module, "ASK_SECONDS", 60)  # a group takes 0.5 s on a busy machine
-    script = Script(monkeypatch, go_on, go_on)
-    run(side)
-    assert script.statuses["policy", 200] <= 4 and len(side.groups) == sum(USABLE)
 
 
 def test_no_two_rollouts_draw_alike(tmp_path, monkeypatch):
@@ -122,71 +99,28 @@ def test_no_two_rollouts_draw_alike(tmp_path, monkeypatch):
                 side.groups.clear()
                 publish(side, version)
 
-            Script(monkeypatch, lambda: step(0), go_on, lambda: step(1), go_on)
+            Script(monkeypatch, lambda: step(0), lambda: side.groups.clear(), lambda: step(1))
             return run(side, name=name)[0].seeds
 
     everyone = [*seeds("me", "run"), *seeds("you", "run"), *seeds("me", "other")]
-    assert len(set(everyone)) == len(everyone) == 6
+    assert len(set(everyone)) == len(everyone) == 9
     torch.Generator().manual_seed(max(everyone))  # which takes 64 bits
 
 
 def test_flat_groups_are_sent_to_be_counted_and_take_no_room(side, monkeypatch):
     """So the trainer's accuracy is of all that was sampled, and steps have as many groups."""
-    Script(monkeypatch, *[go_on] * 6)  # more rollouts, for the room that flat groups leave
+    Script(monkeypatch, *[go_on] * 4)
     run(side)
-    assert len(side.groups) == 7 and all(USABLE[group.index] for group in side.groups)
-    assert len(side.skipped) > 0 and not any(USABLE[group.index] for group in side.skipped)
+    items = [OUTCOMES[item] for item in in_order(side, *range(8))]
+    assert [USABLE[group.index] for group in side.groups] == [True] * items.count(MIXED)
     taken = side.take(0)
-    assert [group.skipped for group in taken] == [False] * 7 + [True] * (len(taken) - 7)
-    items = [OUTCOMES[item] for item in in_order(side, *range(len(taken)))]
+    assert len(taken) == 8 and not side.skipped
+    assert sum(group.skipped for group in taken) == 8 - items.count(MIXED) > 0
     right = [sample.rewards["correctness"] > 0 for group in taken for sample in group.samples]
-    assert items.count(ALL_WRONG) + items.count(ALL_RIGHT) == len(taken) - 7
-    assert sum(right) == 7 + 2 * items.count(ALL_RIGHT)
-    assert not side.skipped
+    assert sum(right) == items.count(MIXED) + 2 * items.count(ALL_RIGHT)
 
 
 # --- A newer policy, and room ---------------------------------------------------------
-def test_what_has_begun_is_finished_and_nothing_begins_after_a_newer_policy(side, monkeypatch):
-    monkeypatch.setattr(worker_module, "ASK_SECONDS", -1)
-    change(side, SKIP_FLAT_GROUPS=False, PROMPTS_PER_STEP=3)
-    publish(side, 0)
-    begun = []
-
-    def train():  # while two groups are in hand
-        change(side, PROMPTS_PER_STEP=99)
-        begun.append(len(policy.asked) and sum(policy.asked))
-        publish(side, 1)
-
-    policy = Policy(version=8)
-    script = Script(monkeypatch, go_on, go_on, during=[go_on, train])
-    run(side, policy)
-    assert policy.loads == [weights(0).tolist()]
-    assert {group.version for group in side.groups} == {0}
-    assert begun[0] <= len(side.groups) == sum(policy.asked) <= 4
-    assert script.statuses["group", 503] == 0
-
-
-def test_where_steps_are_faster_than_downloads_a_worker_samples_between_two(side, monkeypatch):
-    """It would fetch one newer policy after another, for ever."""
-    fetched = []
-
-    def call(self, method, path, **request):
-        reply = plain(self, method, path, **request)
-        if path.startswith("/policy/"):
-            fetched.append(side.record["version"])
-            publish(side, fetched[-1] + 1)  # while it is under way
-        return reply
-
-    plain = worker_module.TrainerClient.call
-    monkeypatch.setattr(worker_module.TrainerClient, "call", call)
-    Script(monkeypatch, *[go_on] * 4)
-    change(side, SKIP_FLAT_GROUPS=False, PROMPTS_PER_STEP=4)
-    publish(side, 0)
-    run(side)
-    assert fetched[:2] == [0, 1] and len(side.groups) == 4
-    assert {group.version for group in side.groups} == {0}
-
-
 def test_a_policy_that_is_gone_before_it_was_fetched_is_asked_for_anew(side, monkeypatch):
     def fetch(self, record, path):
         if record["version"] == 0:
@@ -204,28 +138,28 @@ def test_a_policy_that_is_gone_before_it_was_fetched_is_asked_for_anew(side, mon
 
 def test_what_begins_with_the_same_weights_at_a_later_step_is_of_that_step(side, monkeypatch):
     """Or all that is sampled would grow too old, where steps in a row train nothing."""
-    monkeypatch.setattr(worker_module, "ASK_SECONDS", -1)
-    change(side, SKIP_FLAT_GROUPS=False, PROMPTS_PER_STEP=3)
+    change(side, SKIP_FLAT_GROUPS=False)
     publish(side, 0)
 
     def train():
-        change(side, PROMPTS_PER_STEP=7)
-        side.policy.become(weights(0))
         side.publish(9)
         side.finish()
 
-    Script(monkeypatch, go_on, go_on, go_on, during=[go_on, train])
+    Script(monkeypatch, go_on, train)
     policy, _ = run(side)
-    assert policy.loads == [weights(0).tolist()] and len(side.groups) == 7
+    assert policy.loads == [weights(0).tolist()] and len(side.groups) == 4
     assert {group.version for group in side.groups} == {0, 9}
 
 
-def test_a_worker_waits_while_the_trainer_has_no_policy_or_no_room(tmp_path, monkeypatch, no_pause):
+def test_a_worker_waits_while_the_trainer_has_no_policy_or_enough_groups(tmp_path, monkeypatch):
     """Without a limit: there is an answer, and a step may take long."""
     with serving(tmp_path, PROMPTS_PER_STEP=1, WAIT_LIMIT_SECONDS=0) as side:
-        Script(monkeypatch, *[go_on] * 4, lambda: publish(side, 0), *[go_on] * 9)
+        steps = [lambda: publish(side, 0), lambda: side.take(0), lambda: side.take(0)]
+        monkeypatch.setattr(worker_module.Wait, "sleep", lambda *_: steps.pop(0)())
+        script = Script(monkeypatch, *[go_on] * 3)
         run(side)
-        assert len(side.groups) == 1
+        assert len(side.groups) == 1 and not steps
+        assert script.statuses["policy", 503] == 3
 
 
 # --- What it refuses ----------------------------------------------------------------------
@@ -247,11 +181,40 @@ def test_a_worker_of_another_model_ends(side, monkeypatch):
     run(side, expected=SystemExit)
 
 
+@pytest.mark.parametrize("page", [b"<html>", b"[]", b"5", b'{"ok": true}', b"\xff"])
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_worker_says_if_another_program_has_the_address(side, monkeypatch, page, after):
+    """From the start, at the policy's file, or in the middle of a round."""
+    answers, plain = itertools.count(), requests.Session.request
+
+    def request(*args, **named):
+        reply = plain(*args, **named)
+        if next(answers) >= after:
+            reply._content, reply.raw = page, io.BytesIO(page)
+        return reply
+
+    monkeypatch.setattr(requests.Session, "request", request)
+    said = str(run(side, expected=(Refused, RuntimeError))[1])
+    assert ("another program" if after != 1 else "damaged in transit") in said
+
+
+def test_sequence_ratios_need_a_worker_without_rounding(tmp_path, monkeypatch):
+    with serving(tmp_path, RATIO_LEVEL="sequence") as side:
+        publish(side, 0)
+        Script(monkeypatch, go_on)
+        policy = Policy(version=8)
+        policy.noise = 1e-2
+        run(side, policy, expected=SystemExit)
+        side.take(0)
+        Script(monkeypatch, go_on)
+        assert run(side) and len(side.groups) == 4
+
+
 # --- The trainer ends and returns --------------------------------------------------------
 def test_a_worker_ends_once_the_trainer_is_gone(tmp_path, monkeypatch, no_pause):
     with serving(tmp_path, WAIT_LIMIT_SECONDS=0.2) as side:
         publish(side, 0)
-        Script(monkeypatch, go_on, go_on, lambda: end(side))
+        Script(monkeypatch, go_on, lambda: end(side))
         run(side, expected=TooLong)
         assert len(side.groups) == 4  # all that it began
 
