@@ -1,7 +1,7 @@
 """Calls a task's functions with a time limit. A mistake in the task raises TaskError.
 
     calls = [(task.rewards, item, text) for text in texts]
-    answers(60, "the rewards", calls, begin(60, calls), mistaken)
+    answers(60, "the rewards", calls, begin(60, calls))
 
 Plain functions run in the main thread, one after another; `async` ones on an event loop, together.
 """
@@ -94,32 +94,30 @@ def begin(seconds, calls):
     return futures
 
 
-def answers(seconds, what, calls, futures, mistaken, *, shared=True):
-    """Returns what the calls return, in order, with a TooSlow in the place of one that takes longer
-    than `seconds`; plain calls share them unless `shared` is false. `futures` is begin's result.
-    If call i raises an error, raises mistaken(i, error)."""
-    found, left = [], seconds
+def answers(seconds, what, calls, futures, *, shared=True):
+    """Returns what the calls return, in order, or the error that one has raised; TooSlow if it
+    takes longer than `seconds`, which plain calls share unless `shared` is false. `futures` is
+    begin's result."""
+    found, left, end = [], seconds, time.monotonic() + seconds + GRACE_SECONDS  # of blocked loops
     with log.announced(what):
         for call, future in zip(calls, futures, strict=True):
             began = time.monotonic()
             try:
-                limit = seconds if future or not shared else left
-                found.append(answer(limit, what, call, future))
-            except TooSlow as late:
-                found.append(late)
-            except BaseException as error:
-                raise mistaken(len(found), error) from error
+                if future:
+                    found.append(future.result(max(0, end - began)))
+                else:
+                    found.append(answer(left if shared else seconds, what, call))
+            except KeyboardInterrupt:  # the user's
+                raise
+            except BaseException as error:  # noqa: BLE001 (of any kind)
+                is_late = future and isinstance(error, TimeoutError)  # it raises no other
+                found.append(TooSlow(what, seconds) if is_late else error)
             left -= 0 if future else time.monotonic() - began
     return found
 
 
-def answer(seconds, what, call, future):
-    """Returns what a call returns, whose `future` is None if it is plain. Raises TooSlow."""
-    if future:
-        try:
-            return future.result(seconds + GRACE_SECONDS)  # grace for code that blocks the loop
-        except TimeoutError:
-            raise TooSlow(what, seconds) from None
+def answer(seconds, what, call):
+    """Returns what a plain call returns. Raises TooSlow."""
     if seconds <= 0:  # others have used them
         raise TooSlow(what, seconds)
     (function, *arguments), began = call, time.monotonic()

@@ -76,6 +76,8 @@ class Client:
             else:
                 if reply.status_code < 300 or reply.status_code in expected:
                     return reply
+                if reply.status_code in (404, 405):  # no route of ours
+                    raise self.stranger(reply)
                 if reply.status_code not in AGAIN:
                     remedy = f"; raise {self.limit_of_body}" if reply.status_code == 413 else ""
                     raise Refused(f"{url} answered {reply.status_code}: {text_of(reply)}{remedy}")

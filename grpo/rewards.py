@@ -41,30 +41,26 @@ def answers_of(recipe, group, futures):
     logged. Raises TaskError if a call fails."""
     calls, seconds = calls_of(recipe, group), recipe.c.REWARD_TIMEOUT_SECONDS
     what = f"the rewards of question {group.item.get('question', group.item)!r:.80}"
-    mistaken = lambda number, error: call_mistake(recipe, *calls[number], error)
-    found = answers(seconds, what, calls, futures, mistaken)
+    found = answers(seconds, what, calls, futures)
     late = [number for number, answer in enumerate(found) if isinstance(answer, TooSlow)]
+    for number, error in enumerate(found):
+        if isinstance(error, BaseException) and number not in late:
+            raise call_mistake(recipe, *calls[number], error) from error
     if late:
-        function, _, texts = calls[late[0]]
-        name = name_of(recipe, function)
         say(
             f"REWARD_TIMEOUT_SECONDS: {what} took more than {seconds} s: {len(late)} of"
-            f" {len(calls)} calls count as None, from {name}() of {texts!r:.200} on"
+            f" {len(calls)} calls count as None, from that of {calls[late[0]][2]!r:.200} on"
         )
     return [None if number in late else answer for number, answer in enumerate(found)]
 
 
 def call_mistake(recipe, function, item, seen, error):
     """Returns the TaskError of a function that has raised `error` for the text or texts `seen`."""
-    name = name_of(recipe, function)
+    name = "rewards" if function == getattr(recipe.task, "rewards", None) else "group_rewards"
     kind = "completions" if name == "group_rewards" else "completion"
     given = f"; question {item!r:.500}, {kind} {seen!r:.500}"
     must = f"take (item, {kind}) and reward any"
     return mistake(recipe.c.TASK, f"{name}()", must, given, error=error)
-
-
-def name_of(recipe, function):
-    return "rewards" if function == getattr(recipe.task, "rewards", None) else "group_rewards"
 
 
 # --- What is made of it -----------------------------------------------------------------
@@ -153,7 +149,7 @@ def functions_of(task):
 
 def as_float(value):
     """Returns a number (of Python, NumPy or torch) or bool as a float. Anything else becomes NaN,
-    and so does a number beyond 1e30, because groups travel in float32, which ends at 3e38."""
+    and so does a number beyond 1e30, because advantages are float32, which ends at 3e38."""
     if getattr(value, "ndim", None) == 0:
         value = value.item()
     is_small = isinstance(value, numbers.Real) and abs(value) < 1e30

@@ -140,10 +140,9 @@ def test_another_server_no_server_and_a_wrong_token_end_before_anything_starts(t
             a_client(reply(200, text))[0].check(OURS, tokenizer)
     page = b"\n<!DOCTYPE html>" + b"<p>nothing here</p>" * 999
     for status, text in (200, page), (404, page), (404, b"nothing here" * 999):
-        with pytest.raises(SystemExit, match="REF_SERVER.*(another program|404: )") as error:
+        with pytest.raises(SystemExit, match="REF_SERVER.*another program") as error:
             a_client(reply(status, text))[0].check(OURS, tokenizer)
         assert len(str(error.value)) < 1200
-        assert ("another program" in str(error.value)) == (text == page)
     with pytest.raises(SystemExit, match="REF_SERVER"):
         ReferenceClient("nonsense://x", 1).check(OURS, tokenizer)
     with pytest.raises(SystemExit, match="401"):

@@ -92,11 +92,12 @@ class Tools:
         """Returns the result of a call, or what is wrong with the call, as text."""
         if not self.left:
             return "error: no call is left"
-        self.left, self.calls = self.left - 1, self.calls + 1
+        self.left, self.calls, self.failed = self.left - 1, self.calls + 1, self.failed + 1
         try:
             told = await self.result(text, end)
+            self.failed -= 1  # but for a call that takes too long
         except Failed as failed:
-            self.failed, told = self.failed + 1, f"error: {failed.told}"
+            told = f"error: {failed.told}"
             seen = vars(self.task).setdefault("_failures_logged", set())
             if failed.kind not in seen:
                 seen.add(failed.kind)
@@ -150,6 +151,8 @@ def json_within(value):
 
 def text_of(got):
     """Returns what a tool has returned as text: JSON, or else what Python shows."""
+    if hasattr(got, "__await__"):
+        raise TypeError("it returned a coroutine: write `async def`")
     try:
         return str(got) if isinstance(got, str) else json.dumps(got, default=str)
     except (TypeError, ValueError, RecursionError):  # keys that JSON lacks, a list within itself

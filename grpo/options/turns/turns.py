@@ -91,9 +91,8 @@ def stream_turns(
                 ]
                 size = 1
         finally:  # also after an error or Ctrl-C, or if the stream is not read to its end
-            for chat in itertools.chain(*groups):
-                with contextlib.suppress(TaskError):  # the error before it is the one to see
-                    close(recipe, [chat])
+            with contextlib.suppress(TaskError):  # the error before it is the one to see
+                close(recipe, itertools.chain(*groups), shared=True)
 
 
 def going_on(policy, recipe, chats, limit):
@@ -118,12 +117,13 @@ def going_on(policy, recipe, chats, limit):
 
 # --- Environments ---------------------------------------------------------------------
 def open_environments(recipe, chats):
-    """Makes the environments of conversations that begin."""
-    if kind := getattr(recipe.task, "Environment", None):
-        make = lambda chat: (kind, chat.question.item)
-        for chat, made in ask(recipe, chats, "Environment", make, MAKE, is_environment).items():
-            chat.environment = made
-            chat.tools = Tools(recipe.task, made) if hasattr(made, "TOOLS") else None
+    """Makes the environments of conversations that begin; an error leaves those that are made."""
+    kind, has_tools = getattr(recipe.task, "Environment", 0), hasattr(recipe.task, "TOOL_SCHEMAS")
+    holds = lambda made: has_tools or callable(getattr(made, "reply", None))
+    make = lambda chat: (kind, chat.question.item)
+    for chat in chats if kind else ():
+        for made in ask(recipe, [chat], "Environment", make, MAKE, holds).values():
+            chat.environment, chat.tools = made, Tools(recipe.task, made) if has_tools else None
 
 
 def hear(recipe, chats):
@@ -131,11 +131,12 @@ def hear(recipe, chats):
     reply takes too long."""
 
     def call_of(chat):
-        if chat.environment:
+        if chat.environment is not None:
             return (chat.tools or chat.environment).reply, chat.turns[-1]
         return recipe.task.reply, chat.question.item, list(chat.turns)
 
-    chats = [chat for chat in chats if chat.environment or hasattr(recipe.task, "reply")]
+    short = hasattr(recipe.task, "reply")
+    chats = [chat for chat in chats if short or chat.environment is not None]
     replies = ask(recipe, chats, "reply", call_of, MUST, is_answer)
     return {chat: as_message(reply) for chat, reply in replies.items()}
 
@@ -151,13 +152,13 @@ def as_message(reply):
 def reward(recipe, chats):
     """Takes the rewards of the conversations' environments, if these give any."""
     if environment_rewards(recipe.task):
-        chats = [chat for chat in chats if chat.environment]
+        chats = [chat for chat in chats if chat.environment is not None]
         call_of = lambda chat: (chat.environment.rewards, list(chat.turns))
         for chat, rewards in ask(recipe, chats, "rewards", call_of, "return rewards").items():
             chat.rewards = rewards
 
 
-def close(recipe, chats):
+def close(recipe, chats, shared=False):
     """Calls close() of the environments that are open, if they have one, once."""
 
     def call_of(chat):
@@ -165,13 +166,13 @@ def close(recipe, chats):
         return (environment.close,)
 
     chats = [chat for chat in chats if hasattr(chat.environment, "close")]
-    ask(recipe, chats, "close", call_of, "end the environment")
+    ask(recipe, chats, "close", call_of, "end the environment", shared=shared)
 
 
-def ask(recipe, chats, name, call_of, must, holds=lambda got: True):
+def ask(recipe, chats, name, call_of, must, holds=lambda got: True, shared=False):
     """Makes the calls call_of(chat), each (function, *arguments), which are `name` in error texts.
     Returns {conversation: what it returned}, without those that take too long, which are logged.
-    TaskError if a call fails, or holds(result) is false."""
+    After the last, TaskError if a call has failed, or holds(result) is false."""
     seconds, what = recipe.c.REWARD_TIMEOUT_SECONDS, f"{name}() of {task_file(recipe.c.TASK)}"
     calls = [call_of(chat) for chat in chats]
 
@@ -180,20 +181,18 @@ def ask(recipe, chats, name, call_of, must, holds=lambda got: True):
         call = f"{name}({shown}) for {chats[number].question.item!r:.500}"
         return mistake(recipe.c.TASK, call, must, error=error, got=got)
 
-    found = answers(seconds, what, calls, begin(seconds, calls), mistaken, shared=False)
+    found = answers(seconds, what, calls, begin(seconds, calls), shared=shared)
     for number, got in enumerate(found):
         if isinstance(got, TooSlow):
             say(
                 f"{what} took more than REWARD_TIMEOUT_SECONDS, and counts as None:"
                 f" {chats[number].question.item!r:.200} after {chats[number].turns!r:.200}"
             )
+        elif isinstance(got, BaseException):
+            raise mistaken(number, error=got) from got
         elif not holds(got):
             raise mistaken(number, got=got)
     return {c: got for c, got in zip(chats, found, strict=True) if not isinstance(got, TooSlow)}
-
-
-def is_environment(made):
-    return callable(getattr(made, "reply", None)) or hasattr(made, "TOOLS")
 
 
 def is_answer(got):

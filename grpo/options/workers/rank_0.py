@@ -78,7 +78,7 @@ class Workers:
             if self.record is None:
                 raise Busy("no policy is published yet")
             self.check_room(self.coming)
-            self.coming += int(self.app.query("groups"))
+            self.coming += max(0, int(self.app.query("groups")))
             return {"policy": self.record}
 
     def check_room(self, coming=0):
@@ -145,8 +145,10 @@ class Workers:
         masks = tensors["is_model_token"].split(lengths.tolist())
         require(all(map(torch.any, masks)), "in a completion the model has no token")
         logps, rewards = tensors["logps"], tensors["rewards"]
-        require(logps.isfinite().all() and logps.max() < 1e-3, "log-probs must be finite and <= 0")
-        require(not rewards.isinf().any(), "rewards must be finite, or NaN: does not apply")
+        small = logps.max() < 1e-3 and logps.min() > -1e6  # neither holds for NaN
+        require(small, "log-probs must be finite and <= 0")
+        small = not (rewards.abs() >= 1e30).any() and tensors["tool_calls"].min() >= 0
+        require(small, "rewards must be finite, or NaN: does not apply; and calls 0 or more")
         known = 0 <= meta["version"] <= self.record["version"] and meta["sampler"] != "trainer"
         require(known, "it is of a policy that was never published, or of the trainer")
 

@@ -78,12 +78,40 @@ def test_a_truncated_conversation_is_rewarded_and_closed_too(tokenizer):
     assert not Counter.live
 
 
-def test_all_are_closed_after_an_error(tokenizer):
-    recipe = recipe_of(tokenizer, 5, 0, 5)
-    actor = Actor(tokenizer, ["One", "two", "three", "four", "five"])
-    with pytest.raises(TaskError, match=r"reply\('One'\) for .*failed with ValueError"):
-        sampled(actor, recipe, iter(recipe.prompts))
-    assert len(Counter.made) > 2 and not Counter.live
+@pytest.mark.parametrize("method", ["__init__", "reply", "rewards", "close"])
+@pytest.mark.parametrize("hangs", [False, True])
+def test_whichever_method_fails_all_others_are_closed_and_soon(tokenizer, method, hangs):
+    """Of six environments, the third; hanging ones are given up together."""
+
+    class Bad(Counter):
+        pass
+
+    def fail(self, *arguments):
+        third = len(Counter.made) == 2 if method == "__init__" else self is Counter.made[2]
+        if third:
+            Counter.live.discard(self)
+            raise OSError("no more")
+        return getattr(Counter, method)(self, *arguments)
+
+    def hang(self):
+        time.sleep(9)
+
+    setattr(Bad, method, fail)
+    if hangs and method != "close":
+        Bad.close = hang
+    recipe = recipe_of(tokenizer, 1, 1, 1, environment=Bad, REWARD_TIMEOUT_SECONDS=0.5)
+    began = time.monotonic()
+    with pytest.raises(TaskError, match="OSError"):
+        sampled(Actor(tokenizer, ["One"]), recipe, iter(recipe.prompts))
+    assert time.monotonic() - began < 5 and (hangs or not Counter.live)
+
+
+def test_an_environment_may_be_falsy(tokenizer):
+    recipe = recipe_of(
+        tokenizer, 2, environment=type("Empty", (Counter,), {"__len__": lambda _: 0})
+    )
+    (group,) = sampled(Actor(tokenizer, ["One", "two"]), recipe, iter(recipe.prompts))
+    assert [s.rewards["reward"] for s in group.samples] == [2.0, 2.0] and not Counter.live
 
 
 def test_all_are_closed_if_the_stream_is_not_read_to_its_end(tokenizer):
@@ -123,19 +151,6 @@ def test_rewards_of_none_and_those_without_weights(tokenizer):
     groups = sampled(Actor(tokenizer, ["One", "two"]), recipe, iter(recipe.prompts))
     found = {g.item["secret"]: [s.rewards["reward"] for s in g.samples] for g in groups}
     assert found[1] == [1.0] * 2 and repr(found[2]) == "[nan, nan]"
-
-
-def test_a_close_that_hangs_does_not_keep_the_run(tokenizer, capsys):
-    class Hangs(Counter):
-        def close(self):
-            time.sleep(600)
-            super().close()
-
-    recipe = recipe_of(tokenizer, 0, environment=Hangs, REWARD_TIMEOUT_SECONDS=0.2)
-    with pytest.raises(TaskError, match="failed with ValueError"):
-        sampled(Actor(tokenizer, ["One"]), recipe, iter(recipe.prompts))
-    assert Counter.live and not Counter.ended
-    assert "close() of tasks/mine.py took more than" in capsys.readouterr().out
 
 
 def test_an_environment_that_is_made_too_late_gives_no_reward(tokenizer):

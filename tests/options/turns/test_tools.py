@@ -16,7 +16,6 @@ from grpo.options.turns import tools as module
 from grpo.options.turns.counts import turn_metrics
 from grpo.options.turns.tools import Tools, describe_tools
 from grpo.options.turns.turns import play
-from grpo.options.workers.shared_settings import settings_of
 from grpo.prepare import preview
 from grpo.sample import Sample
 from grpo.task import load_task
@@ -216,6 +215,7 @@ ANSWERS = [
     (lambda: b"ab", "\"b'ab'\""), (lambda: None, "null"), (lambda: 1.5, "1.5"),
     (lambda: "\ud83d", "\ud83d"), (lambda: torch.ones(2), '"tensor('),
     (lambda: {None: 1, True: 2, 3: 4}, '{"null": 1, "true": 2, "3": 4}'),
+    (lambda: asyncio.sleep(0), "error: odd(a: int = 0) -> str: TypeError: it returned a coroutine"),
     (raising(OddError()), "error: odd(a: int = 0) -> str: OddError"),
     (raising(SystemExit(3)), "error: odd(a: int = 0) -> str: SystemExit: 3"),
     (raising(ExceptionGroup("g", [OddError()])), "error: odd(a: int = 0) -> str: "),
@@ -287,21 +287,6 @@ def test_failed_calls_are_counted_and_the_first_of_each_kind_is_logged(alone, ca
     found = turn_metrics(samples)
     assert found["tools/failure_frequency"] == 6 / 16
     assert "tools/failure_frequency" not in turn_metrics(samples[1:2])
-
-
-def test_calls_are_limited_by_the_task():
-    environment = Completion(a_task(add, MAX_CALLS=2), {})
-    assert environment.reply(call())["content"] == "5"
-    assert environment.reply(call() * 2)["content"] == "5\nerror: no call is left"
-    assert environment.reply(call()) is None
-
-
-def test_workers_must_have_the_same_tools():
-    kept = {"REWARD_WEIGHTS": {"reward": 1.0}, "TASK": "mine"}
-    one, same, other = (
-        settings_of(a_recipe([], task=a_task(*tools), **kept)) for tools in ([add], [add], [both])
-    )
-    assert one == same and one["TOOLS"] and one != other
 
 
 # --- Methods of class Environment -------------------------------------------------------
@@ -398,6 +383,7 @@ def test_async_tools_of_a_round_are_awaited_together_and_may_take_too_long(token
     said = call("later", "{}"), call("later", "{}")
     (group,) = sampled(Actor(tokenizer, said), recipe, iter([(0, item, ids)]))
     assert [sample.text for sample in group.samples] == [[said[0], "2", said[1]]] * 2
+    assert [sample.tool_calls for sample in group.samples] == [(2, 1)] * 2  # one in vain
     assert "took more than REWARD_TIMEOUT_SECONDS" in capsys.readouterr().out
 
 

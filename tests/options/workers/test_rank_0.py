@@ -195,10 +195,16 @@ FOREIGN = {
     "a probability of 2": {"logps": [-1.0, 0.7, -1.0]},
     "no log-prob": {"logps": [-1.0, math.nan, -1.0]},
     "a reward without an end": {"correctness": math.inf},
+    "a reward beyond 1e30": {"correctness": -3e38},
+    "no probability": {"logps": [-1.0, -1e38, -1.0]},
     "a version to come": {"version": 1},
     "a negative version": {"version": -1},
     "the trainer's name": {"sampler": "trainer"},
 }
+
+
+def blob(meta, tensors):
+    return safetensors.torch.save(tensors, {"grpo": json.dumps(meta | {"protocol": PROTOCOL})})
 
 
 @pytest.mark.parametrize("what", FOREIGN)
@@ -207,16 +213,13 @@ def test_a_group_that_the_trainer_could_not_have_sampled_is_refused(side, what, 
     changes = dict(FOREIGN[what])
     own = {name: changes.pop(name) for name in ("mask", "correctness", "logps") if name in changes}
     body = sample_of(side, **changes)
-    if own:
-        meta, tensors = read_group(body)
-        if "mask" in own:
-            tensors["is_model_token"] = torch.tensor([*own["mask"], True])
-        if "logps" in own:
-            tensors["logps"] = torch.tensor(own["logps"])
-        if "correctness" in own:
-            tensors["rewards"][0, 0] = own["correctness"]
-        meta |= {"protocol": PROTOCOL}
-        body = safetensors.torch.save(tensors, {"grpo": json.dumps(meta)})
+    meta, tensors = read_group(body)
+    if "mask" in own:
+        tensors["is_model_token"] = torch.tensor([*own["mask"], True])
+    if "logps" in own:
+        tensors["logps"] = torch.tensor(own["logps"])
+    tensors["rewards"][0, 0] = own.get("correctness", 1.0)
+    body = blob(meta, tensors)
     assert refused(call(side.app, "POST", "/group", body), 400)
     assert not side.groups and f"worker {changes.get('sampler', 'me')!r}" in capsys.readouterr().out
 

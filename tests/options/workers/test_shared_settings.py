@@ -1,6 +1,7 @@
 """The settings that a worker must share with its trainer."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from fakes import MIXED, a_recipe, prompts_of
@@ -20,7 +21,8 @@ def test_settings_are_the_same_after_a_journey_as_json():
 
 @pytest.mark.parametrize(("name", "change"), [
     ("TASK", {"TASK": "gsm8k"}),
-    ("TEMPERATURE", {"TEMPERATURE": 0.9}),
+    ("TEMPERATURE", {"TEMPERATURE": 0.9}), ("RATIO_LEVEL", {"RATIO_LEVEL": "sequence"}),
+    ("TOOLS", {"task": SimpleNamespace(TOOL_SCHEMAS=[{}])}),
     ("REWARD_WEIGHTS", {"REWARD_WEIGHTS": {"correctness": 1.0, "format": 1.0}}),
     ("hash of prompts", {"prompts": prompts_of([MIXED, MIXED])}),
     ("hash of prompts", {"prompts": [(0, {}, [5, 7])]}),  # another template, tokenizer or split

@@ -234,8 +234,3 @@ def test_a_worker_leaves_no_file(side, monkeypatch, tmp_path):
     Script(monkeypatch, go_on, go_on)
     run(side)
     assert found == [(True, [])]
-
-
-def test_a_process_that_is_started_again_has_another_name():
-    """Its groups would have the ids of the first one's, and rank 0 would take none of them."""
-    assert worker_module.unique_name() != worker_module.unique_name()
