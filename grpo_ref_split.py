@@ -197,7 +197,7 @@ def sample_share(run, number):
 def set_advantages(recipe, groups):
     """Sets the advantage of each sample, by the total rewards of its group (line 9)."""
     for group in groups:
-        totals = torch.tensor([sample.total for sample in group.samples])
+        totals = torch.tensor([sample.total for sample in group.samples], dtype=torch.float64)
         found = plain_loss.group_advantages(totals, scale_by_std=recipe.c.ADVANTAGE_STD)
         for sample, advantage in zip(group.samples, found.tolist(), strict=True):
             sample.advantage = advantage

@@ -1,7 +1,6 @@
 """Calls a task's functions with a time limit. A mistake in the task raises TaskError.
 
-    calls = [(task.rewards, item, text) for text in texts]
-    answers(60, "the rewards", calls, begin(60, calls))
+    answers(60, "the rewards", calls, begin(60, calls))  # calls: [(task.rewards, item, text)]
 
 Plain functions run in the main thread, one after another; `async` ones on an event loop, together.
 """

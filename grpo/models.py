@@ -191,12 +191,16 @@ def load_model(name, dtype, vocab_size, bits=16):
     return model.to(device).eval(), dtype
 
 
+def config_of(name):
+    """Returns the model's configuration for text, or None."""
+    with contextlib.suppress(OSError, ValueError):  # an adapter has none: load_model refuses it
+        return AutoConfig.from_pretrained(name).get_text_config()
+
+
 def check_context(c, config=None, constant="MODEL"):
     """Raises SystemExit if MAX_PROMPT_TOKENS and MAX_COMPLETION_TOKENS exceed the context of the
     model that the constant names. Reads the model's configuration if `config` is None."""
-    with contextlib.suppress(OSError, ValueError):  # an adapter has none: load_model refuses it
-        config = config or AutoConfig.from_pretrained(getattr(c, constant))
-    context = context_of(config) or math.inf
+    context = context_of(config or config_of(getattr(c, constant))) or math.inf
     prompt, completion = c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS
     if prompt + completion > context:
         raise SystemExit(
@@ -235,13 +239,19 @@ def vocab_size_of(tokenizer):
 
 def stop_ids(name, tokenizer, stop_tokens, vocab_size=math.inf):
     """Returns the ids that end a completion: EOS of tokenizer, generation config and model config,
-    and the `stop_tokens` that the tokenizer knows. SystemExit if none is below `vocab_size`."""
+    and the `stop_tokens` that the tokenizer knows; no EOS is ordinary text. SystemExit if none is
+    below `vocab_size`."""
     config = AutoConfig.from_pretrained(name)
     stops = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
     stops.append(settings_in(name).get("eos_token_id"))
-    vocab = tokenizer.get_vocab()
-    stops += [vocab.get(token) for token in stop_tokens]
-    eos_ids = {id for id in token_ids(*stops) & set(vocab.values()) if id < vocab_size}
+    vocab, eos_ids = tokenizer.get_vocab(), token_ids(*stops)
+    plain = eos_ids - {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    if plain := plain & set(vocab.values()):
+        say(f"{name}: its EOS {tokenizer.batch_decode(sorted(plain))} are ordinary text: left out")
+    if lacking := [token for token in stop_tokens if token not in vocab]:
+        say(f"the tokenizer of {name} has no {', '.join(lacking)} (STOP_TOKENS)")
+    eos_ids = eos_ids - plain | {vocab[token] for token in stop_tokens if token in vocab}
+    eos_ids = {id for id in eos_ids & set(vocab.values()) if id < vocab_size}
     if not eos_ids:
         raise SystemExit(
             f"the model {name!r} has no EOS token, so its completions would never end: add the"

@@ -127,5 +127,6 @@ def show_rewards(recipe, item, what, text):
     """Prints and returns the rewards of a completion."""
     (rewards,) = reward_texts(recipe, item, [text])
     values = {n: "does not apply" if math.isnan(v) else f"{v:g}" for n, v in rewards.items()}
-    say(f"rewards of {what}: {', '.join(f'{name} {value}' for name, value in values.items())}")
+    counts = "right" if rewards[recipe.outcome] > 0 else "wrong"
+    say(f"rewards of {what}: {', '.join(map(' '.join, values.items()))}; it counts as {counts}")
     return rewards

@@ -37,8 +37,7 @@ def begin_rewards(recipe, group):
 
 
 def answers_of(recipe, group, futures):
-    """Returns what the calls of a group return, and None for those that take too long, which are
-    logged. Raises TaskError if a call fails."""
+    """Returns what the calls of a group return, None if one is too slow. TaskError if one fails."""
     calls, seconds = calls_of(recipe, group), recipe.c.REWARD_TIMEOUT_SECONDS
     what = f"the rewards of question {group.item.get('question', group.item)!r:.80}"
     found = answers(seconds, what, calls, futures)
@@ -129,16 +128,15 @@ def merged(recipe, parts):
 
 
 def floats_of(recipe, item, text, values):
-    names = list(recipe.weights)
-    if values.keys() == recipe.weights.keys():
-        floats = {name: as_float(values[name]) for name in names}
-        if all(values[name] is None or math.isfinite(floats[name]) for name in names):
-            return floats
-    from grpo.options.rewards.faults import must_return
-
-    given = f" for the question {item!r} and the completion {text!r}"
-    functions, must = " and ".join(functions_of(recipe.task)), must_return(recipe)
-    raise mistake(recipe.c.TASK, functions, must, given, got=values)
+    floats = {name: as_float(values[name]) for name in recipe.weights if name in values}
+    wrong = [x for x in floats if values[x] is not None and not math.isfinite(floats[x])]
+    if floats.keys() == values.keys() == recipe.weights.keys() and not wrong:
+        return floats
+    kinds = "".join(f", whose {x!r} is a {type(values[x]).__name__}," for x in wrong)
+    given = f"{kinds} for the question {item!r} and the completion {text!r}"
+    must = f"return a number below 1e30, True, False or None for each of {list(recipe.weights)}"
+    must += " and no other (REWARD_WEIGHTS; 0: only logged)" * (not wrong)
+    raise mistake(recipe.c.TASK, " and ".join(functions_of(recipe.task)), must, given, got=values)
 
 
 def functions_of(task):

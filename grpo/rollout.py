@@ -83,10 +83,9 @@ def seed_of(*parts):
 
 # --- Count --------------------------------------------------------------------------
 def is_flat(group):
-    """Returns whether the total rewards of a group's completions are equal, so that nothing tells
-    them apart: their advantages are 0, or rounding errors divided by the std."""
+    """Returns whether a group's total rewards are equal, up to the rounding of sums."""
     totals = applying(sample.total for sample in group.samples)
-    return max(totals, default=0) - min(totals, default=0) < 1e-6
+    return not totals or max(totals) - min(totals) <= 1e-14 * max(map(abs, totals))
 
 
 def skip_if_flat(c, group):
@@ -97,9 +96,5 @@ def skip_if_flat(c, group):
 
 
 def applying(values):
-    """Returns the values without NaN, which means that the reward does not apply.
-
-    >>> applying([1.0, math.nan])
-    [1.0]
-    """
+    """Returns the values without NaN, which means that the reward does not apply."""
     return [value for value in values if not math.isnan(value)]

@@ -67,7 +67,6 @@ def stream_groups(
     """
     assert max_sequences >= group_size, (max_sequences, group_size)
     while new := list(itertools.islice(prompts, max_sequences // group_size)):
-        check_ids(new, vocab_size)
         wave = Wave(new, group_size, max_new_tokens, eos_ids, stop_strings, model.device)
         decoder = make_decoder(model)
         logits = decoder.begin([prompt.ids for prompt in new], group_size)  # (S, V'), with padding
@@ -78,16 +77,6 @@ def stream_groups(
             if wave.is_due:
                 decoder.keep(wave.drop_ended())
             logits = decoder.next_logits(wave.ids[:, wave.length - 1])
-
-
-def check_ids(prompts, vocab_size):
-    """Raises SystemExit if a prompt has an id without an embedding (models.FOREIGN_IDS)."""
-    for prompt in prompts:
-        if (id := max(prompt.ids)) >= vocab_size:
-            raise SystemExit(
-                f"a prompt has the token {id}, for which the model has no embedding: resize the"
-                " model's embeddings, or leave the token out of prompts and chat template"
-            )
 
 
 class Wave:

@@ -7,11 +7,13 @@ is imported only when a tokenizer is needed, so that a mistake in the file is re
 
 import contextlib
 import datetime
-import difflib
 import importlib.util
+import json
+import math
 import statistics
 import sys
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from grpo.calls import TaskError, called, environment_rewards, task_file
@@ -63,8 +65,7 @@ def check_task_file(name):
     else:
         found = f"tasks.{name}" in sys.modules or name in task_files()
     if not found:
-        near = difflib.get_close_matches(name, task_files(), n=1)
-        meant = f": did you mean {near[0]}?" if near else ""
+        meant = "".join(f": did you mean {x}?" for x in get_close_matches(name, task_files(), n=1))
         path = "" if name.endswith(".py") else " (a file elsewhere needs its path: TASK=my/task.py)"
         raise SystemExit(f"TASK = {name!r}: there is no task {task_file(name)}{path}{meant}")
 
@@ -153,14 +154,20 @@ def chat_options(c, task):
 def load_split(c, task, split, tokenizer):
     """Returns the Questions of the split, without prompts over MAX_PROMPT_TOKENS.
     Raises SystemExit if the task's questions are not valid, or if none fits."""
+    from grpo.models import config_of
+
     items = load_items(c.TASK, task, split)
     prompts = [Question(i, x, ids_of(c, task, x, tokenizer)) for i, x in enumerate(items)]
     lengths = sorted(len(ids) for _, _, ids in prompts)
-    prompts = [prompt for prompt in prompts if len(prompt.ids) <= c.MAX_PROMPT_TOKENS]
+    rows = getattr(config_of(c.MODEL), "vocab_size", math.inf)
+    known, high = [p for p in prompts if max(p.ids) < rows], max(max(p.ids) for p in prompts)
+    if strange := len(prompts) - len(known):
+        say(f"{strange} questions are left out: {c.MODEL} has no embedding for token {high}")
+    prompts = [prompt for prompt in known if len(prompt.ids) <= c.MAX_PROMPT_TOKENS]
     same = len(prompts) - len(different(prompts))
     say(
         f"{c.TASK}/{split}: {len(items)} questions, {f'{same} of them again, ' * (same > 0)}"
-        f"{len(items) - len(prompts)} left out as too"
+        f"{len(known) - len(prompts)} left out as too"
         f" long; the shortest prompt has {lengths[0]} tokens, the median"
         f" {statistics.median_low(lengths)}, the longest {lengths[-1]}"
     )
@@ -175,7 +182,9 @@ def load_split(c, task, split, tokenizer):
 def different(prompts):
     """Returns the prompts without repetitions, because repeated questions make an accuracy no more
     precise. Prompts of equal ids differ if their items do: a game's secret is only there."""
-    return list({(tuple(p.ids), repr(p.item)): p for p in reversed(prompts)}.values())[::-1]
+    whole = lambda x: x.tolist() if hasattr(x, "tolist") else repr(x)  # repr cuts long arrays
+    text = lambda p: json.dumps([p.ids, p.item], default=whole, skipkeys=True)
+    return list({hash(text(p)): p for p in reversed(prompts)}.values())[::-1]
 
 
 def load_questions(recipe, tokenizer):

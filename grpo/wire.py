@@ -33,7 +33,7 @@ TENSORS = {  # of a group
     "is_model_token": torch.bool,  # (N,): False if the task wrote the token
     "truncated": torch.bool,  # (G,)
     "tool_calls": torch.int32,  # (G, 2): calls of TOOLS that were made, that failed
-    "rewards": torch.float32,  # (G, K), a column per name in reward_names; NaN: does not apply
+    "rewards": torch.float64,  # (G, K), a column per name in reward_names; NaN: does not apply
 }
 METADATA = {"id": str, "run": str, "version": int, "index": int, "sampler": str, "outcome": str}
 METADATA |= {"reward_names": list}  # K texts
@@ -124,7 +124,7 @@ def pack_group(group) -> bytes:
         "is_model_token": np.array([holds for mask in masks for holds in mask]),
         "truncated": np.array([sample.truncated for sample in samples]),
         "tool_calls": np.array([sample.tool_calls for sample in samples], np.int32),
-        "rewards": np.array([[s.rewards[name] for name in names] for s in samples], np.float32),
+        "rewards": np.array([[s.rewards[name] for name in names] for s in samples], np.float64),
     }
     meta = {"protocol": PROTOCOL, "reward_names": names}
     meta = {name: getattr(group, name, None) for name in METADATA} | meta

@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-TEST_EVERY = 10  # of a single file, every 10th record is for the test, all others for training
+SPLITS = ("train", "validation", "test")  # of a single file, by each record's text
 
 
 def records(data, split, config=None):
@@ -16,12 +16,11 @@ def records(data, split, config=None):
     if path.is_dir():
         return lines(path / f"{split}.jsonl")
     if path.suffix in (".jsonl", ".json") or path.is_file():
-        found = lines(path)
-        test = found[::TEST_EVERY]
-        del found[::TEST_EVERY]
+        found = [x for x in lines(path) if split_of(json.dumps(x, sort_keys=True)) == split]
         if not found:
-            raise ValueError(f"{path} has a single record, and a test needs one more: add records")
-        return found if split == "train" else test
+            why = f"has no record for {split!r}: add some" if split in SPLITS else f"has {SPLITS}"
+            raise ValueError(f"{path} {why}, or make a folder with {split}.jsonl")
+        return found
     import datasets
 
     return list(datasets.load_dataset(data, config, split=split))

@@ -21,6 +21,9 @@ URL = "http://127.0.0.1:8000/v1/chat/completions"
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
 LIMIT_SECONDS = 10  # of a request; with its wait for others REWARD_TIMEOUT_SECONDS
 THREADS = ThreadPoolExecutor(16)
+# "Rating: 8.5/10", "8 out of 10"; not "-3", "7 or 8"
+POINTS = re.compile(r"(?:[^\d−-]|[−-](?!\d))*(10|\d(?:\.\d+)?)(?:\.0+|\s*(?:/|out of)\s*10)?\D*")
+UNREADABLE = []  # replies, of which the first is shown
 OUTCOME = "good"  # 7 points or more
 REWARD_WEIGHTS = {"points": 1.0, "good": 0.0}
 PROMPT = """Rate the answer to the question: 0 is useless, 10 is perfect. Write the number alone.
@@ -60,5 +63,9 @@ def points(prompt):
         text = reply.json()["choices"][0]["message"]["content"]
     except (requests.RequestException, LookupError, TypeError):  # network or body
         return None
-    match = re.fullmatch(r"\D*(10|\d)(?:\s*/\s*10)?\D*", str(text))
-    return int(match[1]) if match else None
+    if match := POINTS.fullmatch(re.sub(r"[*_`]", "", str(text))):
+        return float(match[1])
+    print(
+        f"the judge's reply is no number from 0 to 10: {text!r:.200}\n" * (not UNREADABLE), end=""
+    )
+    return UNREADABLE.append(text)

@@ -4,7 +4,7 @@
     python -m tasks reasoning_gym
 
 A score may be partial, and some verifiers give junk a few hundredths: a score above 0.99 is right.
-Splits have different seeds. If a data set has few problems, test questions may occur in training.
+No two items have the same seed. If a data set has few problems, test questions may be trained.
 """
 
 import functools
@@ -12,7 +12,7 @@ import functools
 from tasks.answers import BLOCK, FORMAT
 
 NAME = "leg_counting"  # or "countdown"; all: github.com/open-thought/reasoning-gym GALLERY.md
-SEEDS = {"train": 0, "validation": 1, "test": 2}
+SEEDS = {"train": 0, "validation": 10**6, "test": 2 * 10**6}  # item i is drawn with seed + i
 SIZES = {"train": 2000, "validation": 200, "test": 200}
 SYSTEM_PROMPT = "Reason step by step in <think></think>, then give the answer in <answer></answer>."
 OUTCOME = "correctness"

@@ -90,20 +90,15 @@ class FakeEngine:
     """In place of sampling: two completions for each prompt, one of which is cut."""
 
     def __init__(self):
-        self.asked, self.settings, self.most = [], None, 0
+        self.asked, self.settings = [], None
 
     def stream(self, prompts, *, group_size, max_sequences, **settings):
-        self.settings, running = settings | {"max_sequences": max_sequences}, []
-        while True:
-            room = max_sequences // group_size - len(running)
-            new = list(itertools.islice(prompts, room))
+        self.settings = settings | {"max_sequences": max_sequences}
+        while new := list(itertools.islice(prompts, max_sequences // group_size)):
             self.asked.append(len(new))
-            running += new
-            self.most = max(self.most, len(running))
-            if not running:
-                return
-            whole, cut = Sample([7, 2], [-1.0, -2.0], False), Sample([7], [-1.0], True)
-            yield running.pop(0)[0], [whole, cut][:group_size]
+            for key, *_ in new:
+                whole, cut = Sample([7, 2], [-1.0, -2.0], False), Sample([7], [-1.0], True)
+                yield key, [whole, cut][:group_size]
 
     def follow(self, step):
         return contextlib.nullcontext()

@@ -91,28 +91,6 @@ def test_every_constant_that_is_named_exists(page):
             assert name in known, name
 
 
-IN_TASKS = "tests/test_tasks.py", "module.main(made[2])"
-RUN = {  # the file that runs a command, or the same with other constants; the words that do it
-    "make demo": ("tests/test_demo.py", '"demo.py", "1"'),
-    "make demo-real": ("tests/commands/test_smollm2.py", '"demo_real.py", *words'),
-    "make demo-tools": ("tests/test_demo.py", "sys.executable, *trained"),
-    "make test": (".ci/run", "\nmake test\n"),
-    "make test-oldest": (".ci/run", "\nmake test-oldest\n"),
-    "make test-long": (".ci/run", "\nmake test-long\n"),
-    "make lint": (".ci/run", "\nmake lint\n"),
-    "python grpo_ref_split.py presets/demo.py REF_SERVER=None RUN_DIR=runs/first": (
-        "tests/test_recovery.py",
-        'TEXT["docs/loss.md"]',
-    ),
-    ".ci/run": (".github/workflows/ci.yml", "run: .ci/run\n"),
-    ".venv/bin/python -m pytest tests/test_loss.py": ("Makefile", ".venv/bin/python -m pytest"),
-    ".venv/bin/python -m docs.learn": ("tests/test_learn.py", "learn.main()"),
-    "python -m tasks my/task.py OUT=runs/my_model": IN_TASKS,
-    """python -m tasks my/task.py OUT=runs/my_model 'STOP_STRINGS=["</tool>"]'""": IN_TASKS,
-    ".venv/bin/python -m docs.learn_pictures": ("tests/test_learn.py", "learn_pictures.main()"),
-}
-
-
 def commands(text):
     """Returns the lines of indented and fenced blocks that begin as a command does."""
     lines = re.findall(r"^ {4}(\S.*)$", text, re.MULTILINE)
@@ -121,12 +99,6 @@ def commands(text):
 
 
 @pages
-def test_every_command_names_what_runs_it_or_what_it_needs(page):
-    for line in commands(TEXT[page]):
-        command, _, comment = (part.strip() for part in line.partition("  # "))
-        if not comment.startswith(("needs ", "需要")):
-            assert command in RUN, f"{line}: add `# needs ...`, or what runs it"
-            file, words = RUN[command]
-            assert words in (ROOT / file).read_text(), f"{file} does not run {command}"
-        for target in re.findall(r"\bmake ([\w-]+)", command):
-            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
+def test_every_make_command_has_its_target(page):
+    for target in re.findall(r"\bmake ([\w-]+)", " ".join(commands(TEXT[page]))):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target

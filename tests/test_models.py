@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import jinja2
 import pytest
 import torch
-from fakes import tiny_policy
+from fakes import a_recipe, tiny_policy
 from families import tiny_model
 from processes import python
 from safetensors.torch import load_file, save_file
@@ -19,7 +19,8 @@ from grpo import models
 from grpo.commands.merge import merge
 from grpo.models import check_context, load_model, prompt_ids
 from grpo.policy import load_policy
-from grpo.sample import Prompt, Sample
+from grpo.sample import Sample
+from grpo.task import load_split
 
 
 def test_a_chat_is_templated_once_and_a_role_it_does_not_know_is_folded_in(tokenizer):
@@ -112,7 +113,7 @@ def test_a_model_that_does_not_fit_is_named(tiny, monkeypatch):
         models.whole_model(str(tiny))
 
 
-def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny, tokenizer):
+def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny, tokenizer, capsys):
     policy = load_policy(str(tiny), tokenizer, "float32")
     assert tokenizer.eos_token_id in policy.eos_ids
     assert policy.vocab_size < policy.model.get_input_embeddings().weight.shape[0]
@@ -125,14 +126,23 @@ def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny, tokenizer):
     before = path.read_text()
     path.write_text(json.dumps({"eos_token_id": [tokenizer.eos_token_id, 41, 10**6]}))
     assert models.stop_ids(str(tiny), tokenizer, []) == {tokenizer.eos_token_id}
-    path.write_text(before)
     del tokenizer.get_vocab
+    plain = [tokenizer.convert_tokens_to_ids(text) for text in ("1", "=", "a")]
+    assert min(plain) >= 0  # ordinary text; STOP_TOKENS may name it all the same
+    path.write_text(json.dumps({"eos_token_id": [*plain, tokenizer.eos_token_id]}))
+    found = models.stop_ids(str(tiny), tokenizer, ["a", "<|none|>"])
+    assert found == {tokenizer.eos_token_id, plain[2]}
+    said = capsys.readouterr().out
+    assert "ordinary text" in said and "has no <|none|> (STOP_TOKENS)" in said
+    path.write_text(before)
     tokenizer.add_tokens([f"new{i}" for i in range(50)])
     with pytest.raises(SystemExit, match="embeddings.*ids"):
         load_policy(str(tiny), tokenizer, "float32")
 
 
-def test_an_id_of_the_tokenizer_without_an_embedding_is_never_sampled(tiny, tmp_path):
+def test_an_id_of_the_tokenizer_without_an_embedding_is_neither_sampled_nor_asked(
+    tiny, tmp_path, monkeypatch, capsys
+):
     """Gemma 3's text models have none for the token of an image."""
     policy = tiny_policy(tiny)
     policy.model.resize_token_embeddings(policy.vocab_size - 1)
@@ -140,10 +150,12 @@ def test_an_id_of_the_tokenizer_without_an_embedding_is_never_sampled(tiny, tmp_
     short = load_policy(str(tmp_path), policy.tokenizer, "float32")
     last = policy.vocab_size - 1
     assert short.vocab_size == last
-    settings = {"group_size": 1, "max_sequences": 1, "max_new_tokens": 1}
-    asked = [Prompt("key", [5, last])]
-    with pytest.raises(SystemExit, match=f"the token {last}, for which"):
-        next(short.stream(iter(asked), seed=0, temperature=1.0, **settings))
+    task = SimpleNamespace(load=lambda split: [{"n": 4}, {"n": last}], messages=lambda item: [item])
+    monkeypatch.setattr(models, "prompt_ids", lambda tokenizer, chat, **_: [5, chat[0]["n"]])
+    monkeypatch.setattr("grpo.task.is_chat", lambda chat: True)
+    c = a_recipe(MODEL=str(tmp_path)).c
+    (question,) = load_split(c, task, "train", policy.tokenizer)
+    assert question.ids == [5, 4] and f"no embedding for token {last}" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="no EOS token"):
         models.stop_ids(str(tiny), policy.tokenizer, [], min(short.eos_ids))
 

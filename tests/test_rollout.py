@@ -1,30 +1,27 @@
 """A rank's rollout: zero-variance groups are counted, and what is sent is what was sampled."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from fakes import (
     MIXED,
-    NAMES,
     FakeEngine,
     a_group,
     a_recipe,
     prompts_of,
     sampled,
     tiny_policy,
-    totalled,
 )
 
-from grpo.metrics import Clock, means_over
+from grpo.metrics import Clock
 from grpo.rollout import is_flat, skip_if_flat
 
 
 def test_sampling_is_bounded_and_as_the_recipe_says():
     engine, recipe = FakeEngine(), a_recipe(SAMPLE_BATCH=5, TEMPERATURE=0.7)
     assert len(sampled(engine, recipe, prompts_of([MIXED] * 5))) == sum(engine.asked) == 5
-    assert engine.most == 2  # groups of 2, not 3
+    assert max(engine.asked) == 2  # groups of 2, not 3
     assert engine.settings == {
         "max_sequences": 5,
         "max_new_tokens": 8,
@@ -38,7 +35,7 @@ def test_sampling_is_bounded_and_as_the_recipe_says():
     ([[-1, 1], [-1, 1], [-1, 1]], True),
     ([[1, 1], [-1, 1], [1, 1]], False),
     ([[1, -3], [0, -1], [-1, 1]], True),  # 2 x correctness + format is the same
-    ([[0.1, 0], [0.1 + 1e-8, 0], [0.1, 0]], True),  # the same to rounding
+    ([[0.1 + 0.2, 0], [0.3, 0], [0.3, 0]], True),  # the same to rounding
     ([[1, float("nan")], [1, 0], [1, float("nan")]], True),  # one that does not apply
 ])  # fmt: skip
 def test_a_group_is_flat_if_its_total_reward_is_constant(rewards, flat):
@@ -47,32 +44,6 @@ def test_a_group_is_flat_if_its_total_reward_is_constant(rewards, flat):
     for skip in (True, False):
         skip_if_flat(a_recipe(SKIP_FLAT_GROUPS=skip).c, group)
         assert (is_flat(group), group.skipped) == (flat, flat and skip)
-
-
-NAN = float("nan")
-
-
-@pytest.mark.parametrize(("rewards", "flat", "right"), [
-    ([(1, NAN), (NAN, 1), (-1, 1)], 0, 1),
-    ([(1, NAN), (NAN, 1), (1, 0)], 0, 2),
-    ([(1, NAN), (NAN, 2), (NAN, NAN)], 1, 1),  # of those that have a total
-    ([(1, NAN), (NAN, 1), (NAN, 0)], 0, 1),
-    ([(NAN, 1), (NAN, 1), (NAN, 0)], 0, 0),
-    ([(NAN, 1), (NAN, NAN), (NAN, 1)], 1, 0),
-    ([(NAN, NAN)] * 3, 1, 0),
-])  # fmt: skip
-def test_rewards_that_do_not_apply_are_in_no_sum(rewards, flat, right):
-    lengths, cut = (1, 1, 1), (False,) * 3
-    group = a_group([list(map(float, r)) for r in rewards], lengths=lengths, truncated=cut)
-    group = totalled(a_recipe(), group)
-    found = means_over(a_recipe(), [group])
-    assert found["frac_reward_zero_std"] == flat
-    for name, values in zip(NAMES, zip(*rewards, strict=True), strict=True):
-        applicable = [value for value in values if not math.isnan(value)]
-        if name == "correctness" and applicable:
-            assert found["accuracy"] == right / len(applicable)
-        mean = pytest.approx(sum(applicable) / len(applicable)) if applicable else None
-        assert found.get(f"rewards/{name}/mean") == mean
 
 
 def test_broken_weights_are_said_to_be_broken(tiny):

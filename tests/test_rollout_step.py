@@ -207,8 +207,7 @@ class Arrived(Workers):
 
     def __init__(self, *groups, **constants):
         self.c, self.lock = a_recipe(**constants).c, threading.Lock()
-        self.heard, self.dropped = {}, 0
-        self.groups = list(groups)
+        self.groups, self.dropped = list(groups), 0
         self.skipped = deque([dataclasses.replace(FLAT, skipped=True)])
 
 
@@ -219,7 +218,7 @@ def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone):
     groups, metrics, sampled = take_step(
         [MIXED] * 9, step=3, engine=engine, reference=reference, **theirs
     )
-    assert sorted(g.index for g in groups) == [0, 90, 91] and engine.asked == [1, 0]
+    assert sorted(g.index for g in groups) == [0, 90, 91] and engine.asked == [1]
     assert [g.index for g in sampled] == [7, 0, 90, 91]
     assert reference.asked == [90, 91, 0]  # workers' groups are scored while the rest is sampled
     # and the flat group that is not trained counts too

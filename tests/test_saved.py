@@ -20,12 +20,12 @@ from tasks import arithmetic
 
 # Files that transformers loads and refuses to save, refuses to load, or can't even parse
 GENERATION = [
-    {"do_sample": False, "temperature": 0.7, "top_p": 0.8, "eos_token_id": [2, 9]},  # as Llama 2's
-    {"eos_token_id": 9},
+    {"do_sample": False, "temperature": 0.7, "top_p": 0.8, "eos_token_id": [2, 1]},  # as Llama 2's
+    {"eos_token_id": 1},
     {"pad_token_id": -1},
     {"watermarking_config": {"greenlist_ratio": 7}},
     {"compile_config": 3},
-    {"eos_token_id": ["2", 9, -1, True, 9999, [3]], "stop_strings": ["x"], "min_new_tokens": 5},
+    {"eos_token_id": ["2", 1, -1, True, 9999, [3]], "stop_strings": ["x"], "min_new_tokens": 5},
     [1, 2],
     "no JSON",
 ]
@@ -46,7 +46,7 @@ def with_file(tiny, folder, contents):
 def test_a_generation_config_that_is_not_valid_costs_no_run(tiny, tmp_path, contents, rank, capsys):
     own = contents.get("eos_token_id", []) if isinstance(contents, dict) else []
     policy = tiny_policy(with_file(tiny, tmp_path / "model", contents), lora_rank=rank)
-    own = [i for i in (own if isinstance(own, list) else [own]) if i in (2, 9)]
+    own = [i for i in (own if isinstance(own, list) else [own]) if i in (2, 1)]
     assert policy.eos_ids == {EOS} | set(own)
     policy.save(tmp_path / "saved")
     if rank:

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import itertools
 import json
 import math
 import re
@@ -13,9 +14,12 @@ import sys
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from fakes import a_recipe
 from helpers import Replies, reply
 from processes import PATIENCE, python
@@ -26,6 +30,7 @@ from grpo.constants import command_line
 from grpo.models import load_model, load_tokenizer
 from grpo.prepare import prepare
 from grpo.rewards import reward_texts
+from grpo.sample import Question
 from grpo.task import Recipe, different, load_items, load_split, load_task
 from tasks import arithmetic, data, gsm8k, judge
 from tasks import math as math_task
@@ -60,14 +65,32 @@ def judged(monkeypatch):
 
 @pytest.mark.parametrize("text, points, good", [
     ("7", 0.7, True), ("10", 1.0, True), ("Rating: 6/10.", 0.6, False), ("0", 0.0, False),
-    ("**9**", 0.9, True),
+    ("**9**", 0.9, True), ("8.5", 0.85, True), ("8 out of 10", 0.8, True), ("**8**/10", 0.8, True),
+    ("10.0", 1.0, True), ("7.", 0.7, True), ("I rate it 6.5/10!", 0.65, False),
+    ("0.5", 0.05, False), ("8 / 10.", 0.8, True), ("Score: `7`", 0.7, True),
 ])  # fmt: skip
 def test_a_judges_number_is_the_reward(text, points, good, judged):
     found, requests = judged(verdict(text))
     assert found == {"points": points, "good": good} and len(requests) == 1
 
 
-@pytest.mark.parametrize("text", ["good", "7 or 8", "", "11", None])
+NO_POINTS = [
+    "good",
+    "7 or 8",
+    "",
+    "11",
+    None,
+    "-3",
+    "\u22123",
+    "10.5",
+    "8/5",
+    "8/100",
+    "7,5",
+    "100",
+]
+
+
+@pytest.mark.parametrize("text", [*NO_POINTS, "100", "1e1", "9 out of 5", "Score: -2"])
 def test_another_text_of_a_judge_is_no_reward(text, judged):
     assert judged(verdict(text))[0] is None
 
@@ -131,8 +154,8 @@ def fake_gym(monkeypatch):
         return {item["answer"]: 1.0, "boom": None}.get(answer, 0.01) + 0
 
     made = types.ModuleType("reasoning_gym")
-    items = [{"question": f"{n} + 1?", "answer": str(n + 1), "metadata": {}} for n in range(9)]
-    made.create_dataset = lambda name, size, seed: items[seed::3][:size]
+    item = lambda n: {"question": f"{n} + 1?", "answer": str(n + 1), "metadata": {}}
+    made.create_dataset = lambda name, size, seed: map(item, range(seed, seed + size))
     made.get_score_answer_fn = lambda name: score
     monkeypatch.setitem(sys.modules, "reasoning_gym", made)
     gym.verifier.cache_clear()
@@ -141,7 +164,7 @@ def fake_gym(monkeypatch):
 
 
 def test_reasoning_gym_is_right_above_a_score_of_99_percent(fake_gym, monkeypatch):
-    item, *_ = gym.load("validation")
+    item = gym.load("train")[1]
     assert item["answer"] == "2" and gym.messages(item)[1]["content"] == "1 + 1?"
     for answer, right, score in (("2", True, 1.0), ("3", False, 0.01), (" 2 ", True, 1.0)):
         found = gym.rewards(item, f"<think></think><answer>{answer}</answer>")
@@ -157,6 +180,16 @@ def test_reasoning_gym_is_right_above_a_score_of_99_percent(fake_gym, monkeypatc
     monkeypatch.setattr(gym, "NAME", "game_of_life_halting")
     with pytest.raises(ValueError, match="accepts junk as right"):
         gym.load("train")
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_no_question_of_reasoning_gym_is_both_trained_and_tested(real, request, monkeypatch):
+    """The package draws item i of a data set with its seed + i."""
+    pytest.importorskip("reasoning_gym") if real else request.getfixturevalue("fake_gym")
+    monkeypatch.setattr(gym, "NAME", "countdown")  # with more problems than items
+    found = [{item["question"] for item in gym.load(split)} for split in gym.SIZES]
+    assert [len(questions) for questions in found] == list(gym.SIZES.values())
+    assert all(one.isdisjoint(other) for one, other in itertools.combinations(found, 2))
 
 
 # --- Mathematics --------------------------------------------------------------------
@@ -234,12 +267,12 @@ def test_math_reads_answers_from_solutions(tmp_path, monkeypatch):
     records[2] = {"problem": "2?", "solution": r"\boxed{9}", "answer": 2}
     records[3] = {"problem": "3?", "solution": None, "answer": 0}
     records[4] = {"problem": "4?", "solution": None}
-    monkeypatch.setattr(math_task, "DATA", lines_at(tmp_path / "p.jsonl", records))
-    train, test = math_task.load("train"), math_task.load("test")
-    assert [item["answer"] for item in test] == ["0", "10"]
-    assert [item["answer"] for item in train] == ["2", "0", *map(str, range(5, 10))]
-    assert math_task.rewards(train[0], math_task.gold(train[0])) == {"correctness": True}
-    assert math_task.messages(train[0])[1] == {"role": "user", "content": "2?"}
+    lines_at(tmp_path / "train.jsonl", records)
+    monkeypatch.setattr(math_task, "DATA", tmp_path)
+    train = math_task.load("train")
+    assert [item["answer"] for item in train] == ["0", "2", "0", *map(str, range(5, 11))]
+    assert math_task.rewards(train[1], math_task.gold(train[1])) == {"correctness": True}
+    assert math_task.messages(train[1])[1] == {"role": "user", "content": "2?"}
 
 
 def test_the_task_math_does_not_shadow_pythons_own(monkeypatch):
@@ -256,10 +289,18 @@ def test_the_task_math_does_not_shadow_pythons_own(monkeypatch):
 
 # --- Data ---------------------------------------------------------------------------
 def test_records_come_from_a_file_a_folder_or_the_hub(tmp_path, monkeypatch):
-    records = [{"prompt": str(n)} for n in range(20)]
+    records = [{"prompt": str(n), "subject": n % 10} for n in range(500)]
     path = lines_at(tmp_path / "train.jsonl", records)
-    assert data.records(path, "test") == [records[0], records[10]]
-    assert data.records(path, "train") == records[1:10] + records[11:]
+    found = {split: data.records(path, split) for split in ("train", "validation", "test")}
+    assert sorted(itertools.chain(*found.values()), key=records.index) == records
+    for split, least in (("train", 350), ("validation", 30), ("test", 30)):  # a regular order
+        assert len(found[split]) > least and {x["subject"] for x in found[split]} == {*range(10)}
+    lines_at(tmp_path / "train.jsonl", [{"prompt": "more"}, *reversed(records)])
+    assert all(x in data.records(path, "test") for x in found["test"])
+    lines_at(tmp_path / "train.jsonl", records)
+    for name in ("tset", "valid", "train[:10]", "Train", ""):
+        with pytest.raises(ValueError, match=r"train.jsonl has \('train', 'validation', 'test'\)"):
+            data.records(path, name)
     assert data.records(str(tmp_path), "train") == records
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": 1}\n\n{prompt: 2}\n')
@@ -269,7 +310,7 @@ def test_records_come_from_a_file_a_folder_or_the_hub(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="line 2 of .*bad.jsonl is not JSON in UTF-8"):
         data.records(bad, "train")
     bad.write_text('\ufeff{"prompt": "a\u2028b\x85c"}\r\n{"prompt": "d"}', encoding="utf-8")
-    assert data.records(bad, "test") == [{"prompt": "a\u2028b\x85c"}]
+    assert {"prompt": "a\u2028b\x85c"} in data.lines(bad)
     load_dataset = lambda name, config, split: iter(records)
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     assert data.records("some/set", "train") == records
@@ -280,10 +321,9 @@ def test_a_json_array_is_read_and_other_shapes_are_refused_with_the_line(tmp_pat
     path, records = tmp_path / "data.json", [{"n": n} for n in range(11)]
     for indent in (None, 2):
         path.write_text(json.dumps(records, indent=indent), encoding="utf-8-sig")
-        assert data.records(path, "train") == records[1:10]
+        assert data.lines(path) == records
     for text, why in (
-        ('{"n": 1}', "data.json has a single record"),
-        ('[{"n": 1}]', "data.json has a single record"),
+        ('{"n": 0}', "data.json has no record for 'train': add some, or make a folder"),
         ("\n", "data.json has no records"),
         ("[]", "data.json has no records"),
         ('{"n": 1}\n5\n', "line 2 of .*data.json: 5 is no object"),
@@ -404,7 +444,14 @@ def test_the_task_with_a_tool_in_the_docs_gets_a_model_that_its_command_trains(
     module.main(made[2])
     shown = capsys.readouterr().out
     assert shown.count("reply() inside that turn: '") == 3
-    assert len(re.findall(r"rewards of the gold answer .*: reward 1$", shown, re.MULTILINE)) == 3
+    assert (
+        len(
+            re.findall(
+                r"rewards of the gold answer .*: reward 1; it counts as right$", shown, re.MULTILINE
+            )
+        )
+        == 3
+    )
     assert shlex.split(shown.splitlines()[-1])[1:] == trained
 
 
@@ -442,6 +489,20 @@ def test_questions_that_differ_only_in_what_the_model_must_find_are_all_asked(ti
     questions = load_split(c, load_task("guess"), "test", load_tokenizer(str(tiny)))
     assert len({tuple(question.ids) for question in questions}) == 1
     assert [q.item["secret"] for q in different(questions * 2)] == [1, 2, 3, 4, 5, 6, 7]
+
+
+LONG = [
+    lambda n: np.arange(5000) == n + 2000, lambda n: torch.arange(5000) == n + 2000,
+    lambda n: [0] * 5000 + [n], lambda n: [{"x": np.eye(99) * n}], lambda n: "x" * 5000 + str(n),
+    lambda n: (0,) * 5000 + (n,), lambda n: {str(k): k * n for k in range(5000)}, lambda n: n / 7,
+    lambda n: Fraction(n, 7), np.float64, lambda n: [None, n], lambda n: b"x" * 5000 + bytes([n]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("of", LONG)
+def test_questions_that_differ_anywhere_in_their_items_differ(of):
+    questions = [Question(i, {"data": of(i % 5)}, [5, 6]) for i in range(10)]
+    assert [question.index for question in different(questions)] == [0, 1, 2, 3, 4]
 
 
 def test_gsm8ks_gold_is_right_with_and_without_work():

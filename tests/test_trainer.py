@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import a_group, a_recipe, a_run, move, sampled, tiny_policy
+from fakes import a_group, a_recipe, a_run, move, sampled, tiny_policy, totalled
 
 import grpo_ref_split as trainer
 from grpo import checkpoint, engine
@@ -15,7 +15,9 @@ from grpo.forward import CompletionModel
 from grpo.metrics import TokenStats
 from grpo.proof import NOISE, TILT, check_reference, check_sampler
 from grpo.resume import Progress
+from grpo.rollout import skip_if_flat
 from grpo.sample import keep_logps
+from grpo.wire import group_of, pack_group, read_group
 
 MIXED = [[1.0, -1.0], [-1.0, -1.0]]
 
@@ -29,6 +31,23 @@ def rows_of(*groups, step=0, **constants):
 def advantages_of(group, **constants):
     trainer.set_advantages(a_recipe(**constants), [group])
     return [sample.advantage for sample in group.samples]
+
+
+LEVELS = [(3e8, 1), (2e7, 1), (-3e8, 1), (1e12, 1), (1e13, 1), (-1e9, 0.5), (1e6, 1e-3)]
+LEVELS += [(0, 1e-7), (0, 1e-12), (5, 1e-6), (1, 1e-9), (1e-20, 1e-22)]
+
+
+@pytest.mark.parametrize("level, step", LEVELS)
+def test_differences_of_rewards_count_at_any_level(level, step):
+    """Here and from a worker: not if they are float32 before the mean."""
+    rewards = [[level + n * step, 0.0] for n in range(3)]
+    group = a_group(rewards, lengths=(1, 1, 1), truncated=(False,) * 3)
+    group.run = group.outcome = ""
+    sent = totalled(a_recipe(), group_of(*read_group(pack_group(group))))
+    for each in (group, sent):
+        skip_if_flat(a_recipe().c, each)
+        found = advantages_of(each, ADVANTAGE_STD=False)
+        assert not each.skipped and found == pytest.approx([-2 * step, 0, 2 * step], rel=1e-6)
 
 
 # --- Rows --------------------------------------------------------------------------

@@ -26,19 +26,6 @@ def described(file, must, error, got):
     return f"failed with {type(error).__name__}{at}: {shown(error, '{!s:.2000}')}", must
 
 
-def must_return(recipe):
-    """Returns what rewards must be to fit the recipe's weights."""
-    is_set = recipe.c.REWARD_WEIGHTS or hasattr(recipe.task, "REWARD_WEIGHTS")
-    source = (
-        "REWARD_WEIGHTS" if is_set else "the rewards of an empty completion (no REWARD_WEIGHTS)"
-    )
-    return (
-        "return a value (a number below 1e30, True, False or None: does not apply) for each name in"
-        f" {source}, {list(recipe.weights)}, and for no other, as a dict, or the bare value if "
-        '"reward" is the only name; there a reward that is only logged has the weight 0'
-    )
-
-
 def shown(value, form="{!r:.500}"):
     """Returns the text of a task's value or error, whose class may fail to give one."""
     try:

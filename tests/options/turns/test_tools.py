@@ -470,13 +470,6 @@ def test_an_environment_that_was_written_for_trl_becomes_a_tasks():
         assert environment.rewards([]) == (told == "yes")
 
 
-def test_an_environment_that_takes_no_question_is_named():
-    task = SimpleNamespace(Environment=type("Environment", (OfTRL,), {"TOOLS": ["guess"]}))
-    describe_tools("mine", task)
-    with pytest.raises(TaskError, match=r"Environment\({}\) .*: it must take a question and"):
-        play(a_recipe(task=task, TASK="mine"), {}, [call("guess", '{"word": "x"}')])
-
-
 # --- tasks/ledger.py ------------------------------------------------------------------
 def test_the_ledgers_gold_is_right_and_other_answers_are_not(alone):
     task = load_task("ledger")

@@ -146,25 +146,6 @@ def test_groups_wait_in_a_bounded_queue_and_come_once(side):
     assert post(side, bodies[4])[0] == 200 and len(side.groups) == 1
 
 
-def test_a_worker_waits_for_room_longer_than_for_an_answer(side, no_pause):
-    """A step, or an evaluation, may take longer than WAIT_LIMIT_SECONDS."""
-    publish(side, 0)
-    for number in range(4):
-        post(side, sample_of(side, number))
-    trainer, answers = TrainerClient(side.c.TRAINER, 0), []
-    request = trainer.session.request
-
-    def note(*args, **named):
-        answers.append(request(*args, **named))
-        if len(answers) == 5:
-            side.take(0)
-        return answers[-1]
-
-    trainer.session.request = note
-    assert trainer.put_group(sample_of(side, 4)) == ""
-    assert [answer.status_code for answer in answers] == [503] * 5 + [200]
-
-
 def test_groups_of_another_run_or_from_before_a_resume_are_not_wanted(side, tmp_path):
     """A resume may undo steps: their numbers come again, with other weights."""
     with serving(tmp_path / "before") as before:
