@@ -396,14 +396,14 @@ def main(**given):
     questions = load_questions(recipe, tokenizer)
     ranks.join_ranks(c.WAIT_LIMIT_SECONDS)  # collective
     resume.check_shared(c.RUN_DIR)  # collective
-    _lock = dist.get_rank() == 0 and resume.lock_run(c.RUN_DIR)  # to the end
-    run = start_run(c, tokenizer, recipe, questions, server, batch_loss)  # collective
-    with stop.listening(), contextlib.closing(run):
-        try:
-            asked = train(run)  # collective
-        except ranks.RunFailed:
-            checkpoint.save_failed(run)  # collective
-            raise
+    with resume.lock_run(c.RUN_DIR) if dist.get_rank() == 0 else contextlib.nullcontext():
+        run = start_run(c, tokenizer, recipe, questions, server, batch_loss)  # collective
+        with stop.listening(), contextlib.closing(run):
+            try:
+                asked = train(run)  # collective
+            except ranks.RunFailed:
+                checkpoint.save_failed(run)  # collective
+                raise
     dist.barrier()  # rank 0 holds the store that connects the ranks, and ends last
     report_end(run, asked)
 

@@ -194,7 +194,6 @@ GONE = {  # constants of earlier versions, and what there is instead
     "OVERLONG_TOKENS": "a task may subtract it from a reward (docs/experiments.md)",
     "TRAINER_SAMPLES": "ranks sample what workers have not sent",
     "VLLM_SLEEP": "vLLM frees a trainer's GPU whenever there is nothing to sample",
-    "MAX_FAILED_REWARDS": "a task whose service fails returns None (CONTRIBUTING.md)",
 }
 
 
@@ -246,7 +245,8 @@ def settled(script, defaults, given, kinds, relations):
     checked if all kinds are right, is [(NAME, text: what it must be, function of the constants:
     whether it is that)]."""
     check_names(given, defaults)
-    c = Constants(defaults | given)
+    home = lambda value: os.path.expanduser(value) if isinstance(value, str) else value  # ~/x
+    c = Constants({name: home(value) for name, value in (defaults | given).items()})
     pairs = [(name, kind) for kind, names in kinds for name in names.split()]
     first = [(name, what, holds(getattr(c, name))) for name, (what, holds) in pairs]
     for rules in (first, ((name, what, holds(c)) for name, what, holds in relations)):

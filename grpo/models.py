@@ -192,7 +192,6 @@ def load_model(name, dtype, vocab_size, bits=16):
 
 
 def config_of(name):
-    """Returns the model's configuration for text, or None."""
     with contextlib.suppress(OSError, ValueError):  # an adapter has none: load_model refuses it
         return AutoConfig.from_pretrained(name).get_text_config()
 

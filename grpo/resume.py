@@ -92,7 +92,7 @@ def lock_run(folder, name=".lock"):
     with nolock, some of Lustre and FUSE) is logged, and no obstacle."""
     with naming_run_dir(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
-        file = open(Path(folder, name), "w")  # noqa: SIM115
+        file = open(Path(folder, name), "a")  # noqa: SIM115 ("w" would empty what it links to)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

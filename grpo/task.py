@@ -18,7 +18,7 @@ from pathlib import Path
 
 from grpo.calls import TaskError, called, environment_rewards, task_file
 from grpo.constants import real
-from grpo.log import say
+from grpo.log import announced, say
 from grpo.rewards import begin_rewards, group_of, values_of
 from grpo.sample import Question
 
@@ -207,7 +207,8 @@ def load_items(name, task, split):
     call, must = f"load({split!r})", 'return a list of dicts, for "train" and EVAL_SPLIT'
     are_many = lambda got: hasattr(got, "__iter__")
     loaded = lambda: called(name, call, must, lambda: task.load(split), are_many)
-    items = called(name, call, must, lambda: list(loaded()), bool)  # a generator's code, too
+    with announced(f"{call} of {task_file(name)}"):
+        items = called(name, call, must, lambda: list(loaded()), bool)  # a generator's code, too
     for item in items:
         if not isinstance(item, dict):
             raise TaskError(name, call, f"returned {item!r:.500}", must)

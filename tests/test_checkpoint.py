@@ -549,6 +549,12 @@ def test_only_a_lock_that_is_held_means_another_trainer(tmp_path, monkeypatch):
         with pytest.raises(SystemExit, match="another trainer is running"):
             resume.lock_run(tmp_path)
     Path(tmp_path, ".lock").unlink()
+    (theirs := tmp_path / "theirs").write_text("text")
+    Path(tmp_path, ".lock").symlink_to(theirs)
+    with pytest.raises(SystemExit, match="another trainer is running"):
+        resume.lock_run(tmp_path)
+    assert theirs.read_text() == "text"
+    Path(tmp_path, ".lock").unlink()
     Path(tmp_path, ".lock").mkdir()  # of another user, say
     with pytest.raises(SystemExit, match="RUN_DIR = .* can't be written"):
         resume.lock_run(tmp_path)

@@ -33,7 +33,7 @@ def given(monkeypatch):
 
 
 # --- NAME=value -----------------------------------------------------------------------
-def test_values_are_literals_or_texts(given):
+def test_values_are_literals_or_texts(given, monkeypatch):
     said = "GROUP_SIZE=16 LEARNING_RATE=1e-5 TASK=countdown FUSED_LOSS=False SAMPLE_BATCH=64"
     said += " GROUP_SIZE=8 MICRO_BATCH_TOKENS=auto STOP_TOKENS=['a','b'] RUN_DIR=1 MODEL=None"
     role, values = given("grpo_ref_split.py", "worker", *said.split())
@@ -49,6 +49,9 @@ def test_values_are_literals_or_texts(given):
         "MODEL": None,
     }
     assert given("ref_server.py", "MODEL=a=b.py") == (None, {"MODEL": "a=b.py"})
+    monkeypatch.setenv("HOME", "/me")
+    c = settled(trainer.DEFAULTS, {"RUN_DIR": "~/x", "MODEL": "~/m", "STOP_STRINGS": ["~/y"]})
+    assert (c.RUN_DIR, c.MODEL, c.STOP_STRINGS) == ("/me/x", "/me/m", ["~/y"])
 
 
 def test_where_a_text_is_the_rule_a_number_is_one(given):

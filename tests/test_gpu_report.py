@@ -108,12 +108,6 @@ def test_every_part_runs(name, quick, tiny, work, capsys):
         assert "| peak GB | computed |" in printed and "seconds_backward" in printed
 
 
-def test_the_files_of_the_parts_exist():
-    for name in gpu_report.PARTS:
-        files = [word for word in gpu_report.command_of(name) if word.endswith(".py")]
-        assert files and all((gpu_report.ROOT / file).exists() for file in files)
-
-
 # --- The kit --------------------------------------------------------------------------
 def test_the_kit_has_every_requirement_that_a_machine_may_lack():
     lines = (gpu_report.ROOT / "requirements.txt").read_text().splitlines()

@@ -33,16 +33,14 @@ def advantages_of(group, **constants):
     return [sample.advantage for sample in group.samples]
 
 
-LEVELS = [(3e8, 1), (2e7, 1), (-3e8, 1), (1e12, 1), (1e13, 1), (-1e9, 0.5), (1e6, 1e-3)]
-LEVELS += [(0, 1e-7), (0, 1e-12), (5, 1e-6), (1, 1e-9), (1e-20, 1e-22)]
-
-
-@pytest.mark.parametrize("level, step", LEVELS)
+@pytest.mark.parametrize("level, step", [
+    (3e8, 1), (2e7, 1), (-3e8, 1), (1e12, 1), (1e13, 1), (-1e9, 0.5), (0, 1e-7), (1e6, 1e-3),
+    (0, 1e-12), (5, 1e-6), (1, 1e-9), (1e-20, 1e-22),
+])  # fmt: skip
 def test_differences_of_rewards_count_at_any_level(level, step):
     """Here and from a worker: not if they are float32 before the mean."""
     rewards = [[level + n * step, 0.0] for n in range(3)]
     group = a_group(rewards, lengths=(1, 1, 1), truncated=(False,) * 3)
-    group.run = group.outcome = ""
     sent = totalled(a_recipe(), group_of(*read_group(pack_group(group))))
     for each in (group, sent):
         skip_if_flat(a_recipe().c, each)

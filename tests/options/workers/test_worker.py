@@ -47,8 +47,7 @@ class Script:
         monkeypatch.setattr(worker_module, "TrainerClient", Scripted)
 
 
-def go_on():
-    pass
+go_on = dict  # does nothing
 
 
 @pytest.fixture
