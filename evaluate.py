@@ -52,7 +52,7 @@ OF_TASK = ("REWARD_WEIGHTS", "OUTCOME")
 
 def command_line():
     """Returns (options, constants). The constants are the trainer's; the run of a model that is a
-    checkpoint overrides them (the last such model wins), and so does the command line."""
+    checkpoint overrides them, and so does the command line. SystemExit if two runs differ."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
@@ -68,7 +68,11 @@ def command_line():
         raise SystemExit(f"--samples {options.samples} must be 0 or more")
     values = {}
     for model in options.models:
-        values |= run_of(model, options.task)
+        run = run_of(model, options.task)
+        if differ := [x for x in run if x not in given and values.get(x, run[x]) != run[x]]:
+            why = f"the models' runs differ in {', '.join(differ)}"
+            raise SystemExit(f"{why}: give {differ[0]}=..., or evaluate each alone")
+        values |= run
     options.bits = given.get("BASE_BITS")
     values |= given | {"TASK": options.task, "LORA_RANK": 1}  # any: a folder has the adapter
     return options, settled(trainer.DEFAULTS, values).but(LORA_RANK=0)
@@ -77,8 +81,7 @@ def command_line():
 def run_of(model, task):
     """Returns the constants, by name, of the run that trained `model`, as far as answers depend on
     them: a checkpoint, a copy of its model, or a merged adapter. {} for other models."""
-    older = settings_in(model, "trainer/state.json").get("constants")
-    if not (run := settings_in(model, CONSTANTS) or older):
+    if not (run := settings_in(model, CONSTANTS)):
         say(f"{model} has no {CONSTANTS} of a run: limits, DTYPE and STOP_STRINGS are the defaults")
         return {}
     say(f"the constants are those of the run that trained {model}")

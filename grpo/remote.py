@@ -68,8 +68,7 @@ class RemoteReference:
 
 def what_counts(info):
     """Returns what must stay equal when a server starts again: its weights, under any name."""
-    info = {k: v for k, v in (info or {}).items() if k != "context"}  # older servers lack it
-    return {k: v for k, v in info.items() if k != "model" or "weights" not in info}
+    return {k: v for k, v in (info or {}).items() if k != "model"}
 
 
 class ReferenceClient(Client):

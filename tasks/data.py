@@ -34,8 +34,8 @@ def lines(path):
         try:
             value = json.loads(text) if text.strip() else []
         except ValueError as error:
-            why = f"line {number} of {path} is not JSON in UTF-8: {error}"
-            raise ValueError(why) from error
+            why = f"is not JSON in UTF-8: {error}; parquet, csv: datasets.load_dataset('csv', ...)"
+            raise ValueError(f"line {number} of {path} {why}") from error
         for item in value if isinstance(value, list) else [value]:
             if not isinstance(item, dict):
                 raise TypeError(f"line {number} of {path}: {item!r:.80} is no object ({{...}})")

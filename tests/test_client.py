@@ -103,7 +103,7 @@ HASHED = INFO | {"weights": "a"}
 
 
 @pytest.mark.parametrize("before, now, refused", [
-    (INFO, INFO | {"model": "another"}, True), (INFO, None, True),
+    (HASHED, HASHED | {"model": "another", "weights": "c"}, True), (HASHED, None, True),
     (HASHED, HASHED | {"dtype": "bfloat16"}, True), (HASHED, HASHED | {"weights": "b"}, True),
     (HASHED, HASHED | {"model": "copy"}, False),
 ])  # fmt: skip

@@ -126,10 +126,8 @@ MISTAKES = {  # the words, and what is named
     "nowhere/model even": "'nowhere/model'",
     "run/step_000003 evn": "tasks/evn.py",
     "run/step_000003 even EVAL_SPLIT=tests": "'tests'",
-    "run/step_000003 even EVAL_QUESTIONS=0": "EVAL_QUESTIONS = 0",
     "run/step_000003 even MODEL=a": "MODEL=a",
-    "run/step_000003 even LORA_RANK=4": "LORA_RANK=4",
-    "run/step_000003 even SEEED=1": "SEED",
+    "run/step_000003 run/other even": "runs differ in MAX_COMPLETION_TOKENS: give",
     "run/step_000003 even --out file": "--out .*file.* can't be written",
 }
 
@@ -137,6 +135,7 @@ MISTAKES = {  # the words, and what is named
 @pytest.mark.parametrize("words", MISTAKES)
 def test_a_mistake_is_named(model, monkeypatch, words):
     Path("file").touch()
+    as_checkpoint(shutil.copytree(model, Path("run/other")), MAX_COMPLETION_TOKENS=7)
     with pytest.raises(SystemExit, match=MISTAKES[words]):
         run(monkeypatch, *words.split())
 

@@ -304,7 +304,9 @@ def test_records_come_from_a_file_a_folder_or_the_hub(tmp_path, monkeypatch):
     assert data.records(str(tmp_path), "train") == records
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": 1}\n\n{prompt: 2}\n')
-    with pytest.raises(ValueError, match="line 3 of .*bad.jsonl is not JSON in UTF-8"):
+    with pytest.raises(
+        ValueError, match="line 3 of .*bad.jsonl is not JSON in UTF-8.*load_dataset"
+    ):
         data.records(bad, "train")
     bad.write_bytes('{"prompt": 1}\n{"prompt": "é"}\n'.encode("latin-1"))
     with pytest.raises(ValueError, match="line 2 of .*bad.jsonl is not JSON in UTF-8"):

@@ -52,8 +52,8 @@ class Conversation:
 
     def sample(self):
         calls = (self.tools.calls, self.tools.failed) if self.tools else (0, 0)
-        own = self.is_model_token, self.turns, calls
-        return Sample(self.ids, self.logps, self.truncated, *own, environment=self.rewards)
+        own = self.truncated, self.is_model_token, self.turns, calls
+        return Sample(self.ids, self.logps, *own, environment=self.rewards)
 
 
 # --- Rounds ---------------------------------------------------------------------------
@@ -84,12 +84,10 @@ def stream_turns(
                 for group in [group for group in groups if set(living).isdisjoint(group)]:
                     groups.remove(group)
                     yield group[0].question, [chat.sample() for chat in group]
-                left = [max_new_tokens - len(chat.ids) for chat in living]
-                asked = [
-                    Prompt([chat], chat.question.ids + chat.ids, limit)
-                    for chat, limit in zip(living, left, strict=True)
-                ]
-                size = 1
+                asked, size = [], 1
+                for chat in living:
+                    ids, left = chat.question.ids + chat.ids, max_new_tokens - len(chat.ids)
+                    asked.append(Prompt([chat], ids, left))
         finally:  # also after an error or Ctrl-C, or if the stream is not read to its end
             with contextlib.suppress(TaskError):  # the error before it is the one to see
                 close(recipe, itertools.chain(*groups), shared=True)

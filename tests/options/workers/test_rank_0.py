@@ -175,7 +175,6 @@ FOREIGN = {
     "more log-probs": {"logps": [-1.0] * 4},
     "a probability of 2": {"logps": [-1.0, 0.7, -1.0]},
     "no log-prob": {"logps": [-1.0, math.nan, -1.0]},
-    "a reward without an end": {"correctness": math.inf},
     "a reward beyond 1e30": {"correctness": -3e38},
     "no probability": {"logps": [-1.0, -1e38, -1.0]},
     "a version to come": {"version": 1},
