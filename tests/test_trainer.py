@@ -103,8 +103,12 @@ def test_backward_and_optimiser_have_the_ranks_share_of_the_cores(monkeypatch):
     run = a_run(a_recipe(), engine=SimpleNamespace(module=SimpleNamespace(head=None)))
     run.policy = SimpleNamespace(dtype="float32")
     run.reference = SimpleNamespace(info={"model": "tiny"})
-    trainer.update(run, [], 1, "now")
-    assert seen == [before + 1] * 2 and torch.get_num_threads() == before
+    checks = []
+    monkeypatch.setattr(trainer, "check_sampler", lambda *given: checks.append(given[2]))
+    for old in ("now", "sampler"):
+        trainer.update(run, [], 1, old)
+    assert seen == [before + 1] * 4 and torch.get_num_threads() == before
+    assert checks == [False, True]  # a worker may sample in bfloat16
 
 
 # --- The checks --------------------------------------------------------------------

@@ -19,6 +19,7 @@ import grpo_ref_split as trainer
 from grpo.constants import Constants
 from grpo.metrics import rollout_metrics
 from grpo.prepare import prepare
+from grpo.rewards import group_of, rewarded
 from grpo.stop import stop
 
 NAN = {"correctness": math.nan, "format": math.nan}
@@ -47,13 +48,20 @@ def test_none_of_a_service_that_fails_is_no_reward(alone):
     (group,) = sampled(FakeEngine(), recipe, prompts_of([MIXED]))
     assert repr(rewards_of(group)) == repr([{"correctness": 1.0, "format": 0.0}, NAN])
     metrics = rollout_metrics(a_run(recipe), [group], 0)
-    assert metrics["rewards/none"] == 0.5 and metrics["accuracy"] == 1
+    assert metrics["rewards/none"] == 0.5 and metrics["accuracy"] == 1 and metrics["reward"] == 1.0
 
 
 def test_none_of_group_rewards_is_none_for_each_completion():
     recipe = recipe_with(lambda item, text: {"correctness": 1}, group_rewards=lambda *_: None)
     (group,) = sampled(FakeEngine(), recipe, prompts_of([MIXED]))
     assert repr(rewards_of(group)) == repr([NAN, NAN]) and math.isnan(group.samples[0].total)
+
+
+def test_plain_rewards_of_a_group_share_the_limit():
+    recipe = recipe_with(lambda item, text: time.sleep(0.3) or {"correctness": 1, "format": 0})
+    group = group_of(recipe, {}, ["a"] * 4)
+    rewarded(recipe.others(REWARD_TIMEOUT_SECONDS=0.7), group, [None] * 4)
+    assert [math.isnan(s.total) for s in group.samples] == [False, False, True, True]
 
 
 def test_a_slow_reward_counts_as_none_alone(capsys):

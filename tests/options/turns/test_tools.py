@@ -431,45 +431,6 @@ def test_an_environment_with_tools_and_a_reply_is_refused():
         a_bank(base=base)
 
 
-class OfTRL:
-    """As TRL's environment_factory takes it."""
-
-    def __init__(self):
-        self.word, self.reward = None, 0.0
-
-    def reset(self, **kwargs):
-        self.word = kwargs["word"]
-
-    def guess(self, word: str) -> str:
-        """Guesses a word.
-
-        Args:
-            word: The word.
-        """
-        self.reward = float(word == self.word)
-        return "yes" if self.reward else "no"
-
-
-class AdaptedByTheDocs(OfTRL):
-    TOOLS = ("guess",)
-
-    def __init__(self, item):
-        super().__init__()
-        self.reset(**item)
-
-    def rewards(self, turns):
-        return self.reward
-
-
-def test_an_environment_that_was_written_for_trl_becomes_a_tasks():
-    task = SimpleNamespace(Environment=AdaptedByTheDocs)
-    describe_tools("mine", task)
-    environment = Completion(task, {"word": "grape"})
-    for word, told in (("apple", "no"), ("grape", "yes")):
-        assert environment.reply(call("guess", json.dumps({"word": word})))["content"] == told
-        assert environment.rewards([]) == (told == "yes")
-
-
 # --- tasks/ledger.py ------------------------------------------------------------------
 def test_the_ledgers_gold_is_right_and_other_answers_are_not(alone):
     task = load_task("ledger")

@@ -115,6 +115,7 @@ def test_flat_groups_are_sent_to_be_counted_and_take_no_room(side, monkeypatch):
     taken = side.take(0)
     assert len(taken) == 8 and not side.skipped
     assert sum(group.skipped for group in taken) == 8 - items.count(MIXED) > 0
+    assert all(any(s.logps for s in group.samples) != group.skipped for group in taken)
     right = [sample.rewards["correctness"] > 0 for group in taken for sample in group.samples]
     assert sum(right) == items.count(MIXED) + 2 * items.count(ALL_RIGHT)
 
