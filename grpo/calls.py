@@ -68,10 +68,6 @@ def environment_rewards(task):
     return hasattr(getattr(task, "Environment", None), "rewards")
 
 
-def by_name(rewards):
-    return rewards if isinstance(rewards, dict) else {"reward": rewards}
-
-
 class TooSlow(BaseException):
     """A call took too long. Not an Exception: a task that catches those must not hide it."""
 

@@ -10,7 +10,7 @@ import copy
 import math
 import numbers
 
-from grpo.calls import TooSlow, answers, begin, by_name, environment_rewards, mistake
+from grpo.calls import TooSlow, answers, begin, environment_rewards, mistake
 from grpo.log import say
 from grpo.sample import Group, Sample
 
@@ -119,7 +119,7 @@ def merged(recipe, parts):
     value of "reward". None in place of a part means that the sample has no reward at all."""
     if recipe.weights and any(part is None for part in parts):
         return dict.fromkeys(recipe.weights)
-    named = list(map(by_name, parts))
+    named = [part if isinstance(part, dict) else {"reward": part} for part in parts]
     values = {name: value for part in named for name, value in part.items()}
     if len(values) < sum(map(len, named)):
         functions = "Environment.rewards(), rewards() and group_rewards()"

@@ -33,23 +33,6 @@ for limit, most in limits.items(): r.setrlimit(limit, (most, most))
 exec(compile(sys.stdin.read(), "program", "exec"), {{"__name__": "__main__"}})"""
 
 
-def run(code):
-    """Returns what a program prints, or its error."""
-    command = [*SANDBOX, sys.executable, "-I", "-c", LIMITED]
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-        with Program(command, stdin=PIPE, stdout=out, stderr=errors, cwd="/", env={}) as program:
-            try:
-                program.communicate(code.encode(errors="replace"), timeout=SECONDS)
-            except TimeoutExpired:
-                return f"error: the program took more than {SECONDS} s"
-        out.seek(0), errors.seek(0)
-        printed, reason = (file.read().decode(errors="replace").strip() for file in (out, errors))
-    if program.returncode:
-        why = reason.splitlines()[-1:] or [f"the program ended with {program.returncode}"]
-        return f"error: {why[0][:OUTPUT_CHARS]}"
-    return printed[:OUTPUT_CHARS] or "error: the program printed nothing: use print()"
-
-
 class Environment:
     def __init__(self, item):
         pass  # the tool has no state
@@ -60,7 +43,20 @@ class Environment:
         Args:
             code: The program, which prints its result.
         """
-        return run(code)
+        command = [*SANDBOX, sys.executable, "-I", "-c", LIMITED]
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+            own = {"stdin": PIPE, "stdout": out, "stderr": errors, "cwd": "/", "env": {}}
+            with Program(command, **own) as program:
+                try:
+                    program.communicate(code.encode(errors="replace"), timeout=SECONDS)
+                except TimeoutExpired:
+                    return f"error: the program took more than {SECONDS} s"
+            out.seek(0), errors.seek(0)
+            printed, reason = (x.read().decode(errors="replace").strip() for x in (out, errors))
+        if program.returncode:
+            why = reason.splitlines()[-1:] or [f"the program ended with {program.returncode}"]
+            return f"error: {why[0][:OUTPUT_CHARS]}"
+        return printed[:OUTPUT_CHARS] or "error: the program printed nothing: use print()"
 
     TOOLS = (python,)
 

@@ -10,7 +10,7 @@ from documents import ROOT
 
 from grpo.ranks import NEEDED
 
-LINES = 5_294  # of our files that a plain run loads: a ceiling, which only goes down
+LINES = 5_290  # of our files that a plain run loads: a ceiling, which only goes down
 SERVER = {
     f"grpo/{name}.py" for name in ("client", "remote", "waits", "wire")
 }  # only with REF_SERVER

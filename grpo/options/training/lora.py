@@ -6,10 +6,12 @@ merged (not with BASE_BITS = 4), and the reference is the model without them.
 """
 
 import contextlib
+from pathlib import Path
 
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from grpo.log import say
 from grpo.options.training.rounding import rounded_to
 
 LORA_SCALE = 2  # s = alpha / rank, in W + s B A
@@ -28,6 +30,11 @@ def add_adapters(model, rank):
         raise SystemExit(f"LORA_RANK = {rank} must be 0 with this model: {error}") from error
     if any(type(module).__name__ == "ParamWrapper" for module in model.modules()):
         raise SystemExit(f"LORA_RANK = {rank} must be 0: this model's experts are no linear layers")
+    if Path(model.name_or_path).is_dir():  # absolute, for who loads the adapter elsewhere
+        config.base_model_name_or_path = str(Path(model.name_or_path).absolute())
+    reached = sum(x.in_features * x.out_features for *_, x in adapted_layers(model))
+    total = model.num_parameters() - model.num_parameters(only_trainable=True)
+    say(f"adapters of rank {rank} reach {reached / total:.0%} of the model's weights")
 
 
 # --- Merged -------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 import gc
 import itertools
+import json
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import move
+from fakes import move, tiny_policy
 from families import tiny_model
 
 from grpo.options.training import lora
@@ -33,6 +35,14 @@ def test_adapters_travel_to_a_model_with_adapters():
     assert torch.equal(mine(IDS).logits, theirs(IDS).logits)
     with pytest.raises(ValueError, match="model.layers.0.self_attn.q_proj"):
         dict(merge_adapters(tiny_model("gpt2"), trained_weights(mine)))
+
+
+def test_a_saved_adapter_finds_its_base_from_elsewhere(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tiny.parent)
+    tiny_policy(Path(tiny.name), lora_rank=4).save(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tiny)
+    assert "adapters of rank 4 reach " in capsys.readouterr().out
 
 
 def state_of(model):

@@ -251,13 +251,6 @@ def test_arguments_inside_a_text_are_read(arguments, told):
     assert environment.reply(f"<tool_call>{inner}</tool_call>")["content"] == "3"
 
 
-def test_a_call_without_arguments_may_have_none():
-    environment = Completion(a_task(tool_of(lambda: "here")), {})
-    for arguments in NO_ARGUMENTS:
-        assert environment.reply(call("odd", arguments))["content"] == "here"
-    assert environment.reply('<tool_call>{"name": "odd"}</tool_call>')["content"] == "here"
-
-
 def test_a_long_result_is_cut_and_the_model_is_told():
     for most, names in ((module.MAX_RESULT_CHARS, {}), (7, {"MAX_RESULT_CHARS": 7})):
         for make in (lambda: "x" * 123_456, raising(ValueError("x" * 123_456))):
@@ -449,6 +442,9 @@ def test_the_ledgers_gold_is_right_and_other_answers_are_not(alone):
 
 
 # --- tasks/python_tool.py --------------------------------------------------------------
+PYTHON = python_tool.Environment({}).python
+
+
 @pytest.mark.parametrize("code, told", [
     ("print(6 * 7)\nprint('é')", "42\né"),
     ("def f(n): return n and f(n - 1)\nprint(f(9))", "0"),
@@ -463,12 +459,12 @@ def test_the_ledgers_gold_is_right_and_other_answers_are_not(alone):
 ])  # fmt: skip
 def test_a_program_is_run_within_limits(code, told, monkeypatch):
     monkeypatch.setattr(python_tool, "SECONDS", 60)
-    assert python_tool.run(code) == told
+    assert PYTHON(code) == told
 
 
 def test_a_program_that_hangs_is_ended(monkeypatch):
     monkeypatch.setattr(python_tool, "SECONDS", 0.2)
-    assert python_tool.run("import time; time.sleep(60)").endswith("took more than 0.2 s")
+    assert PYTHON("import time; time.sleep(60)").endswith("took more than 0.2 s")
 
 
 @pytest.mark.parametrize("name", ["ledger", "python_tool"])
