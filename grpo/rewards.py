@@ -17,8 +17,7 @@ from grpo.sample import Group, Sample
 
 # --- What is called ---------------------------------------------------------------------
 def calls_of(recipe, group):
-    """Returns the calls that reward a group. If completions may have several turns, a plain text
-    becomes a completion of one turn."""
+    """Returns the calls that reward a group; where there may be turns, a plain text is one turn."""
     task, texts = recipe.task, [sample.text for sample in group.samples]
     if recipe.has_turns:
         texts = [[text] if isinstance(text, str) else list(text) for text in texts]
@@ -31,8 +30,7 @@ def calls_of(recipe, group):
 
 
 def begin_rewards(recipe, group):
-    """Begins the calls of a group's `async` functions, so that they are awaited while others are
-    sampled. Returns answers_of's `futures`."""
+    """Begins a group's async calls, beside the sampling of others. Returns answers_of's futures."""
     return begin(recipe.c.REWARD_TIMEOUT_SECONDS, calls_of(recipe, group))
 
 
@@ -96,8 +94,7 @@ def group_of(recipe, item, texts):
 
 
 def values_of(recipe, group, futures):
-    """Returns {name: what the task returned} for each sample. The values come from its environment,
-    from rewards() and from group_rewards(), whose None is a None for each sample."""
+    """Returns {name: what the task returned} for each sample. A group's None is one for each."""
     task, size = recipe.task, len(group.samples)
     answers, columns = answers_of(recipe, group, futures), []
     if environment_rewards(task):
@@ -155,8 +152,7 @@ def as_float(value):
 
 
 def total_of(recipe, sample):
-    """Returns a sample's total reward: the weighted sum of the rewards that apply, as TRL's nansum
-    (NaN if none applies)."""
+    """Returns the weighted sum of a sample's rewards that apply, as TRL's nansum; NaN if none."""
     weighted = [
         recipe.weights[name] * value
         for name, value in sample.rewards.items()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import a_recipe
+from fakes import a_recipe, a_run
 
 import grpo_ref_split as trainer
 from grpo import log, report
@@ -94,6 +94,14 @@ def test_the_minutes_left_are_those_of_all_steps_and_evaluations(monkeypatch, ca
         show(bar, step, STEP | {"seconds": seconds})
     found = re.findall(r"(\d+)\.0 s a step, (\d+) minutes left", capsys.readouterr().out)
     assert found == [("120", "12"), ("600", "30"), ("60", "21")]  # 6 x 2; 5 x 6; 4 x 5.33
+
+
+def test_rewards_that_take_most_of_the_first_step_are_said(alone, capsys):
+    (run := a_run(a_recipe())).progress.checked = True
+    for seconds in (0.8, 1.2):
+        run.laps = [{"seconds": 2.0, "seconds_reward": seconds}]
+        report.check_update(run, {"skipped": 0}, [])
+    assert capsys.readouterr().out.count("async def rewards") == 1
 
 
 def test_in_a_terminal_the_bar_is_rank_0s(monkeypatch, capsys):

@@ -108,7 +108,7 @@ def test_a_reference_that_differs_ends_the_run(tiny, alone, tmp_path):
     updated(other, samples)
     for sample in samples:
         sample.ref_logps, sample.trainer_logps = sample.trainer_logps, None
-    run.reference = SimpleNamespace(info={"model": "tiny", "dtype": "float32"})
+    run.reference, run.laps = SimpleNamespace(info={"model": "tiny", "dtype": "float32"}), []
     metrics = updated(policy, samples, KL_BETA=0.1) | {"skipped": 0}
     with pytest.raises(RunFailed) as failure:
         check_update(run, metrics, samples)

@@ -398,10 +398,7 @@ def test_the_completions_of_a_group_have_separate_states(tokenizer):
 
 @pytest.mark.parametrize("tools, named", [
     (["deposti"], "deposti is no method of the class"),
-    (["__doc__"], "__doc__ is no method of the class"),
     ([add], "add is no method of the class"),
-    ([5], "5 is no method of the class"),
-    ("balance", "b is no method of the class"),
     (["balance", "later"], "some are async, others plain"),
     (["balance", Account.balance], "balance is the name of two tools"),
     (["bare"], "amount is missing a type hint in function bare"),
