@@ -127,6 +127,7 @@ def show_rewards(recipe, item, what, text):
     """Prints and returns the rewards of a completion."""
     (rewards,) = reward_texts(recipe, item, [text])
     values = {n: "does not apply" if math.isnan(v) else f"{v:g}" for n, v in rewards.items()}
-    counts = "right" if rewards[recipe.outcome] > 0 else "wrong"
+    right = rewards[recipe.outcome]  # NaN: does not apply
+    counts = "right" if right > 0 else "wrong" if right <= 0 else "neither right nor wrong"
     say(f"rewards of {what}: {', '.join(map(' '.join, values.items()))}; it counts as {counts}")
     return rewards

@@ -182,8 +182,9 @@ def load_split(c, task, split, tokenizer):
 def different(prompts):
     """Returns the prompts without repetitions, because repeated questions make an accuracy no more
     precise. Prompts of equal ids differ if their items do: a game's secret is only there."""
-    whole = lambda x: x.tolist() if hasattr(x, "tolist") else repr(x)  # repr cuts long arrays
-    text = lambda p: json.dumps([p.ids, p.item], default=whole, skipkeys=True)
+    whole = lambda x: x.tolist() if hasattr(x, "tolist") else repr(x)  # it cuts long arrays
+    # JSON has these whole, but no keys such as (1, 2)
+    text = lambda p: json.dumps([p.ids, repr(p.item), p.item], default=whole, skipkeys=True)
     return list({hash(text(p)): p for p in reversed(prompts)}.values())[::-1]
 
 

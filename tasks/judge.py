@@ -23,7 +23,7 @@ LIMIT_SECONDS = 10  # of a request; with its wait for others REWARD_TIMEOUT_SECO
 THREADS = ThreadPoolExecutor(16)
 # "Rating: 8.5/10", "8 out of 10"; not "-3", "7 or 8"
 POINTS = re.compile(r"(?:[^\d−-]|[−-](?!\d))*(10|\d(?:\.\d+)?)(?:\.0+|\s*(?:/|out of)\s*10)?\D*")
-UNREADABLE = []  # replies, of which the first is shown
+UNREADABLE = []  # the first such reply, which is shown
 OUTCOME = "good"  # 7 points or more
 REWARD_WEIGHTS = {"points": 1.0, "good": 0.0}
 PROMPT = """Rate the answer to the question: 0 is useless, 10 is perfect. Write the number alone.
@@ -65,7 +65,7 @@ def points(prompt):
         return None
     if match := POINTS.fullmatch(re.sub(r"[*_`]", "", str(text))):
         return float(match[1])
-    print(
-        f"the judge's reply is no number from 0 to 10: {text!r:.200}\n" * (not UNREADABLE), end=""
-    )
-    return UNREADABLE.append(text)
+    if not UNREADABLE:
+        UNREADABLE.append(text)
+        print(f"the judge's reply is no number from 0 to 10: {text!r:.200}")
+    return None

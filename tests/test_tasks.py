@@ -497,7 +497,7 @@ LONG = [
     lambda n: np.arange(5000) == n + 2000, lambda n: torch.arange(5000) == n + 2000,
     lambda n: [0] * 5000 + [n], lambda n: [{"x": np.eye(99) * n}], lambda n: "x" * 5000 + str(n),
     lambda n: (0,) * 5000 + (n,), lambda n: {str(k): k * n for k in range(5000)}, lambda n: n / 7,
-    lambda n: Fraction(n, 7), np.float64, lambda n: [None, n], lambda n: b"x" * 5000 + bytes([n]),
+    lambda n: {(n, 1): 0}, lambda n: Fraction(n, 7), np.float64, lambda n: b"x" * 5000 + bytes([n]),
 ]  # fmt: skip
 
 
