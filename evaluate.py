@@ -118,7 +118,7 @@ def answers_of(c, options, model, rank, world):
         draws[kind] = recipe.others(GROUP_SIZE=options.samples)
     policy = make_policy(c, tokenizer)
     merge_into(policy.model, model)
-    prompts, found = different(recipe.prompts)[: c.EVAL_QUESTIONS], {}
+    prompts, found = different(recipe.prompts, c.EVAL_QUESTIONS), {}
     for kind, draw in draws.items():
         mine = prompts[rank::world]
         groups = answered(policy, draw, mine, seed=rank)

@@ -105,7 +105,7 @@ DTYPE = "auto"  # bfloat16 (with float32 masters) on a GPU that has it, else flo
 # --- Run ----------------------------------------------------------------------------
 EVAL_STEPS = 50  # steps between greedy evaluations (also at the start and the end); 0: never
 EVAL_SPLIT = "test"  # the task's split for evaluations
-EVAL_QUESTIONS = 512  # uses the first N questions of the split; more are more precise and slower
+EVAL_QUESTIONS = 512  # uses N of the split's, evenly chosen; more are more precise and slower
 # Steps between checkpoints (the model + 12 bytes per trained parameter), besides the last step's.
 SAVE_STEPS = 100  # 0: never, and nothing is left of the run but its metrics and samples
 KEEP_CHECKPOINTS = 2  # the newest N, and RUN_DIR/best, of the best evaluation, are kept

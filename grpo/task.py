@@ -8,8 +8,10 @@ is imported only when a tokenizer is needed, so that a mistake in the file is re
 import contextlib
 import datetime
 import importlib.util
+import itertools
 import json
 import math
+import random
 import statistics
 import sys
 from dataclasses import dataclass, replace
@@ -21,6 +23,7 @@ from grpo.constants import real
 from grpo.log import announced, say
 from grpo.rewards import begin_rewards, group_of, values_of
 from grpo.sample import Question
+from tasks.data import each
 
 # The day that a chat template shows by strftime_now, on every machine and in every year: the one to
 # which Llama 3.2's template falls back
@@ -157,7 +160,8 @@ def load_split(c, task, split, tokenizer):
     from grpo.models import config_of
 
     items = load_items(c.TASK, task, split)
-    prompts = [Question(i, x, ids_of(c, task, x, tokenizer)) for i, x in enumerate(items)]
+    ids = each(items, lambda item: ids_of(c, task, item, tokenizer), SystemExit)
+    prompts = list(map(Question, range(len(items)), items, ids))
     lengths = sorted(len(ids) for _, _, ids in prompts)
     rows = getattr(config_of(c.MODEL), "vocab_size", math.inf)
     known, high = [p for p in prompts if max(p.ids) < rows], max(max(p.ids) for p in prompts)
@@ -179,13 +183,17 @@ def load_split(c, task, split, tokenizer):
     return prompts
 
 
-def different(prompts):
+def different(prompts, most=None):
     """Returns the prompts without repetitions, because repeated questions make an accuracy no more
-    precise. Prompts of equal ids differ if their items do: a game's secret is only there."""
+    precise. Prompts of equal ids differ if their items do: a game's secret is only there. Of more
+    than `most`, takes one by chance from each of as many equal parts: a file may be sorted."""
     whole = lambda x: x.tolist() if hasattr(x, "tolist") else repr(x)  # it cuts long arrays
     # JSON has these whole, but no keys such as (1, 2)
     text = lambda p: json.dumps([p.ids, repr(p.item), p.item], default=whole, skipkeys=True)
-    return list({hash(text(p)): p for p in reversed(prompts)}.values())[::-1]
+    found = list({hash(text(p)): p for p in reversed(prompts)}.values())[::-1]
+    most, draw = min(most or len(found), len(found)), random.Random(0)
+    ends = [part * len(found) // most for part in range(most + 1)]
+    return [found[draw.randrange(*part)] for part in itertools.pairwise(ends)]
 
 
 def load_questions(recipe, tokenizer):
@@ -194,7 +202,7 @@ def load_questions(recipe, tokenizer):
     c = recipe.c
     if not c.EVAL_STEPS:
         return []
-    found = different(load_split(c, recipe.task, c.EVAL_SPLIT, tokenizer))[: c.EVAL_QUESTIONS]
+    found = different(load_split(c, recipe.task, c.EVAL_SPLIT, tokenizer), c.EVAL_QUESTIONS)
     trained = {tuple(ids) for _, _, ids in recipe.prompts}
     if known := sum(tuple(ids) in trained for _, _, ids in found):
         say(

@@ -70,7 +70,8 @@ CLEAN = [(re.compile(pattern, re.DOTALL), to) for pattern, to in (
     (r"\((?!\s*(?:or|and|plus|&)\b)(?=[^()]*[^\W\d_])[^()]*\)", " "),  # an aside, "(from 3 boxes)"
     (r"(?i)(^\s*|[:=]\s*|\b(?:is|to|are)\s+)(?:minus|negative)\s+(?=[.\d])", r"\1-"),
     (r"(?<=[^\W\d_])(?:\s?\^\{?\d\}?|[⁻⁰¹²³⁴-⁹]+)", ""),  # the square of "18 cm^2"
-    (r"^(?!.*(?:\bor\b|\\vee|\\lor)).*(?:[=≈]|\\approx)", ""),  # 3 + 4 = 7 is 7
+    # 3 + 4 = 7 is 7; but ">= 7"
+    (r"^(?!.*(?:\bor\b|\\vee|\\lor)).*(?:(?<![<>!])=>?|≈|\\approx)", ""),
     (r"^\s*-\s+(?=[.\d])", "-"),
     TWO_UNITS,
 )]  # fmt: skip
@@ -82,15 +83,40 @@ SIGNS |= dict.fromkeys("万萬만", 4) | dict.fromkeys("亿億억", 8) | dict.fr
 SCALE = rf"(?:[\s~-]*{WORD}s?\b|(?<=\d)[kKMB]\b|\s*[{''.join(SIGNS)[4:]}](?![米克瓦升卡赫]))*"
 NUMBER = re.compile(
     r"((?<![A-Za-z_\d])[-+]?(?:(?:\d+\s+)?\d+\s*/\s*0*[1-9]\d*(?!\d|e\d)"  # 1/2, 2 1/2
-    r"|(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,2}(?!\w))?|\.\d+))"
+    r"|(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,2}(?!\w))?|\.\d+))"
     rf"({SCALE})"  # 5 million, 3万
 )
 FRACTIONS = {ord(c): f" {a}/{b}" for c, a, b in zip("½⅓⅔¼¾⅛⅜⅝⅞", "112131357", "233448888")}
 # "#" stands for a number. Two numbers without a word between them are a list, a range or a sum that
 # is not computed. Words in other scripts do not count as words: "5或6" is two numbers, too.
 GAP = r"#(?:[^\w#]|[^\x00-\x7f]|\b(?:and|plus|to|or|x|maybe|perhaps|possibly|either|also)\b)*"
-FIRST_UNSURE = re.compile(rf"(?is)\W*?(?:{GAP}#|#[^#]*\bor\b.*#|#\s*[+×÷])")
-LAST_UNSURE = re.compile(rf"(?i)(?:{GAP}|#[^#]*\bor\b[^#]*|[+×÷/]\s*)#[^#]*$|#\s*[+×÷][^#]*$")
+# What denies, bounds or takes as an operand: words before a number, words after it
+SAID = "be|been|equal|to|is|it|that|think|the|answer|exactly|possibly|even|really|quite|actually|as"
+BEFORE = (
+    r"(?:(?:\b(?:(?:can)?not|never|doubt|hardly|(?:is|do|ca|does|was)nt)|n['’]t)\b"
+    rf"(?:\s+(?:{SAID})\b)*|\b(?:at (?:least|most)|(?:more|less|rather|other|\w+er) than|over|under"
+    r"|above|below|up to|almost|nearly|exceeds?|except|but not|(?:min|max)(?:imum)?(?: of)?|sqrt"
+    r"|log|ln|mod|times|minus|twice|(?:doubl|tripl)e"
+    r"|(?:half|thirds?|quarters?|percent|root|squared?|cubed?)(?: of)?)"
+    r"|(?<![=-])(?<!answer)[<>≤≥≠√]=?|!=|[#%] of)[^\w#:,;]*#"
+)
+AFTER = (
+    r"#(?:\s*(?:choose|mod|squared|cubed|factorial|to the|multiplied|divided|(?:%|percent) of"
+    r"|(?:times|minus|over|less)\s+#)|(?:\s+[a-z]+)??\s+(?:at (?:least|most)|(?:or|and) "
+    r"(?:more|less|fewer|higher|lower|so|above|up|over|under)\b"
+    r"|(?:is|was)(?:n['’]t| not| wrong| incorrect| false| too)))"
+)
+FIRST_UNSURE = re.compile(rf"(?is)\W*?(?:{GAP}#|#[^#]*\bor\b.*#|#\s*[+×÷]|{AFTER})")
+LAST = rf"(?:{GAP}|#[^#]*\bor\b[^#]*|[+×÷/]\s*)#|#\s*[+×÷]|{BEFORE}|{AFTER}"
+LAST_UNSURE = re.compile(rf"(?i)(?:{LAST})[^#]*$")
+# Beside a gold number only its unit may stand: letters at the digit are of UNITS ("5kg", not "3i"),
+# other words neither compute nor bound
+NO_UNIT = rf"(?:{SAID}|decimal|base|binary|choose|dozen|factorial|if|less|fewer|more|minus|mod\w*"
+NO_UNIT += r"|not|of|or|over|pi|plus|squared|cubed|times|under|above|below|up|off|and|from)\b"
+GOLD = re.compile(
+    r"(?i)(?:(?:USD?|EUR|GBP|INR|Rs\.?)\s*)?#(?:[\s/%€£¥₩$.-]|°[CF]?|[\u3040-\u9fff\uac00-\ud7af]"
+    rf"|(?:{'|'.join(UNITS)}){WHOLE}|(?<=[\s/-])(?!{NO_UNIT})[a-z]{{2,}})*+"
+)
 OPEN = re.compile(rf"\\[A-Za-z]|[\^√⁰¹²³⁴-⁹₀-₉⅐-⅞]|{WORD}ths?\b")  # to be computed
 
 
@@ -102,10 +128,12 @@ def is_right(text, gold):
 
 
 def gold_number(gold):
-    """Returns the number after "####", or in the whole text, as a Fraction; else ValueError."""
+    """Returns the number after "####", or in the whole text, as a Fraction. Raises ValueError if
+    anything but a unit, a percent sign or a currency stands beside it."""
     text = str(gold).translate(FRACTIONS).rsplit("####", 1)[-1].strip()
-    value = number(cleaned(text), True)
-    if value is None:
+    value = number(clean := cleaned(text), True)
+    odd = re.search(rf"(?i)=|≈|approx|\({NO_UNIT}", text)
+    if value is None or odd or not GOLD.fullmatch(NUMBER.sub("#", clean)):
         plain = re.sub(r"\\[a-z]+|[{}]", " ", text)
         how = ", or convert it to one unit" * bool(re.search(rf"{TWO_UNITS[0]}|\d[:']\d", plain))
         raise ValueError(f"the gold answer {text!r} is not a number: correct the data{how}")

@@ -5,8 +5,8 @@ task has them. A task knows nothing about torch, tokens or HTTP.
 Correctness ignores the format, so that accuracy means the same before and after training.
 """
 
-from tasks.answers import AGAIN, FORMAT, is_right  # <think>...</think><answer>...</answer>
-from tasks.data import records
+from tasks.answers import AGAIN, FORMAT, gold_number, is_right
+from tasks.data import each, records
 
 DATA = "openai/gsm8k"  # on the hub (its config "main"), or a folder with train.jsonl and test.jsonl
 EXAMPLES = []  # (question, answer) turns before the question, if answers never have the format
@@ -21,7 +21,9 @@ OUTCOME = "correctness"  # the reward that decides whether a completion is right
 
 def load(split):
     """Returns the items {"question", "answer": "... #### 18"} of `split`, "train" or "test"."""
-    return records(DATA, split, "main")
+    items = records(DATA, split, "main")
+    each(items, lambda item: gold_number(item["answer"]))
+    return items
 
 
 def messages(item):
@@ -32,7 +34,8 @@ def messages(item):
 
 
 def rewards(item, completion):
-    """Returns the rewards of a completion, a text without EOS, by the names in REWARD_WEIGHTS."""
+    """Returns the rewards of a completion, a text without EOS, by the names in REWARD_WEIGHTS.
+    The format is <think>...</think><answer>...</answer>."""
     return {
         "correctness": CORRECT if is_right(completion, item["answer"]) else WRONG,
         "format": FORMATTED if FORMAT.fullmatch(completion) else UNFORMATTED,

@@ -18,6 +18,7 @@ UNIT = (
 )
 # What changes no value of an answer; each pattern takes time linear in its length
 CLEAN = [(re.compile(pattern), to) for pattern, to in (
+    (r"(?<=\d),\s+(?=\d{3}(?!\d)[\d,\s$.]*$)", ";"),  # "32, 349" is a list, "32,349" a number
     (r"\\(?:left|right|displaystyle)(?![a-z])|(?<!\\)\\[,;:! ]", ""),  # but not a row's end, \\
     (r"\\?\$|\s+|\\?%|\^\{?\\circ\}?|\.$", ""),
     (r"\\[cdt]frac", r"\\frac"),
@@ -62,12 +63,12 @@ def boxed(text):
     >>> boxed(r"so \boxed{1}, no: \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
     """
-    _, found, rest = text.rpartition(r"\boxed{")
+    _, *rest = re.split(r"\\boxed\s*\{", text)
     depth = 1
-    for place, letter in enumerate(rest if found else ""):
+    for place, letter in enumerate(rest[-1] if rest else ""):
         depth += (letter == "{") - (letter == "}")
         if depth == 0:
-            return rest[:place].strip()
+            return rest[-1][:place].strip()
     return ""
 
 

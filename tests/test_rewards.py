@@ -87,6 +87,10 @@ UNTAGGED = {  # gold: a whole completion without (complete) tags
         *(f"{heading} the rest\n9 * 2 = 18\n\nThe answer is 18." for heading in HEADINGS),
         "#### 18.\n\nThe 9 eggs cost 2 each.", "#### $18. The 9 eggs cost 2 each.",
         r"First \boxed{5}, then \boxed{18}. Check: 18 - 5 = 13.",
+        "18 dollars over 3 days is the total: 18", "double that is 18", "The amount is 18!",
+    "=> 18",
+        "He wants 18 more than her", "Since it does not rain, it is 18", "not 17 but 18",
+    "12+6 => 18",
         "The answer is 18. Check: 9 + 9. I hope this answer is helpful.", "**Answer:** 18",
         "Final answer: $18<|im_end|>", "the answer is\n\n18", "A: 18", "- eggs: 9\n- 18 dollars",
         "<think>9 * 2</think><answer>18",
@@ -155,6 +159,29 @@ def test_untagged_lists_and_other_numbers_do_not_count(completion):
     assert not correct("18", completion)
 
 
+DENIED = [  # or bounded, or an operand
+    "It isn't 18", "at least 18", "half of 18", "18 choose 2", "It is not 18",
+    "I don't think it is 18",
+    "more than 18", "18 eggs at most", "18 or more", "no fewer than 18", "twice 18", "18 squared",
+    "the square root of 18", "two thirds of 18", "20% of 18", "18% of 50", "18 divided by 2",
+    "18 mod 7",
+    "3 times 18", "20 minus 18", "x > 18", "x >= 18", "x != 18", "18 is wrong", "18 isn't right",
+    "above $18", "up to 18", "5 of 18", "other than 18", "sqrt(18)", "18 to the power of 2",
+    "18 or so",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", DENIED)
+def test_a_number_that_is_denied_bounded_or_computed_with_is_no_answer(answer):
+    for text in (
+        answer,
+        f"<answer>{answer}</answer>",
+        f"#### {answer}",
+        f"The answer is {answer}.",
+    ):
+        assert not correct("18", text), text
+
+
 TWO_UNITS = [  # gold, answers with its number that are another quantity
     "2 h 45 min", "2h45m", "2h45", "2 hours and 45 minutes", "2 Hours, 45 Minutes",
     "2 hrs. 45 min.", "6 yards 2 ft", "2 tons 300 kg", "5 rupees 50 paise",
@@ -209,11 +236,30 @@ def test_the_last_complete_block_is_the_answer_even_if_empty():
     assert not correct("5", "5 <answer>5</answer><answer></answer>")
 
 
+NO_GOLD = [
+    "blue", "5 or 6", r"2\sqrt{3}", "", "10²", "3万5千", "x > 5", "3i", "1e400", "p = 5, q = 2",
+    "x = 5",
+    "half of 18", "0,111", "10-12", "at least 18", "5 choose 2", "2^3", "5!", "5 + 3", "5x",
+    "5 n", "3π",
+    "17 not 18", "3:45", "1.2.3", "1/0", "12th", "±5", "5 (mod 7)", "101 (base 2)", "0x1F",
+    "1 000 000",
+    "7 p.m.", "--5", "1,23", "18 or more", "5 below zero", "3 pi", "[5, 6]", "5 less than x", "nan",
+]  # fmt: skip
+GOLD = [
+    "5 dollars", "$5 per day", r"\$5", "5€", "USD 5", "5%", r"5\%", "5 percent", "5 cm^2", "5 m²",
+    "5kg",
+    "5 miles/hour", r"5\text{ cm}", "5.0", "5 °C", r"\boxed{5}", "5 (dollars)", "5 years old",
+    "+5", "5个", "0.5e1", "5 people each",
+]  # fmt: skip
+
+
 def test_a_gold_answer_may_be_a_bare_number_and_must_be_a_number():
     assert correct(12, "<answer>12</answer>")
-    for gold in ("blue", "5 or 6", r"2\sqrt{3}", "", "10²", "3万5千"):
+    for gold in NO_GOLD:
         with pytest.raises(ValueError, match="is not a number: correct the data"):
             correct(f"#### {gold}", f"<answer>{gold}</answer>")
+    for gold in GOLD:
+        assert correct(gold, "5"), gold
 
 
 HEAVY = [

@@ -38,10 +38,10 @@ def loaded(tiny, load=lambda split: [QUESTION], messages=chat, template=None, **
 def refused(names, function, *arguments, **named):
     """Calls what must end with a TaskError of the task's file that has the parts `names`, in this
     order, and what it must be."""
-    with pytest.raises(TaskError) as error:
+    with pytest.raises(SystemExit) as error:
         function(*arguments, **named)
     pattern = ".*".join(map(re.escape, ["tasks/mine.py: ", *names, ": it must "]))
-    assert re.match(pattern, str(error.value), re.DOTALL), str(error.value)
+    assert re.search(pattern, str(error.value), re.DOTALL), str(error.value)
 
 
 # --- Questions ----------------------------------------------------------------------
@@ -66,6 +66,18 @@ def test_a_load_without_questions_is_refused(load, got, tiny):
 ])  # fmt: skip
 def test_messages_that_are_no_chat_are_refused(messages, got, tiny):
     refused([f"messages({QUESTION})", got], loaded, tiny, messages=messages)
+
+
+def test_all_questions_with_a_fault_are_told_at_once(tiny):
+    items = [{"question": x} for x in ("a", None, "b", 5, [], {}, b"x")] + [{}, {"question": "c"}]
+    with pytest.raises(SystemExit, match="6 of 9 are wrong: .*leave them out") as error:
+        loaded(tiny, lambda split: items)
+    lines = str(error.value).split("\n")
+    assert [line.split(":")[0].strip() for line in lines[1:]] == [
+        "number 1",
+        "number 3",
+        "number 4",
+    ]
 
 
 def test_questions_may_come_one_by_one_and_options_reach_the_chat_template(tiny):

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 import types
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
@@ -205,11 +206,15 @@ SAME = [
     (r"12\text{ inches}", "12"), (r"12\,\text{cm}^2", r"12 \mbox{ square cm}"),
     (r"\frac{1}{2}\,\mathrm{m/s}^{-2}", "0.5"), (r"37^\circ\text{C}", "37"), (r"\textbf{7}", "7"),
     (r"\mathbf{7}", r"\mathrm{7}"), (r"\cfrac{3}{4}", "0.75"), ("\u22127", "-7"), ("n=5", "5"),
+    ("32,349", "32349"), (r"32,\!349", "32349"), ("32,  349", "32, 349"),
+    ("(100, 200)", "(100,200)"),
     ("5", "n = 5"), ("y=2x+1", "2x+1"), ("y = 1 + 2x", "y=2x+1"), (r"x \in [1,2]", "[1,2]"),
     (r"\leftarrow", r"\leftarrow"), ("a^9+b^9+c^9", "a^9 + b^9 + c^9"), ("1{,}000", "10^3"),
     (r"1.2 \times 10^{-5}", "0.000012"), ("2^{10}", "1024"), ("3^5x", "243x"),
 ]  # fmt: skip
 OTHER = [  # 5! is not even tried
+    *((r, "32349") for r in ("32, 349", "$32,  349$", "32,\n349", "32, 349.")), ("5, 100", "5100"),
+    ("1, 234, 567", "1234567"), ("32,349", "32, 349"), ("100, 200, 300", "100200300"),
     ("", "5"), ("6", "5"), ("5, 6", "5"), ("x", "y"), ("x=3", "y=3"), ("x", "x=3"), ("2x=5", "25"),
     ("A", r"\text{(B)}"), (r"5\text{ or 6}", "5"), (r"5\text{ million}", "5"),
     (r"5\text{ p.m.}", r"5\text{ a.m.}"), (r"2\mathrm{i}", "2"), (r"x\text{ cm}", "x"),
@@ -227,6 +232,11 @@ def test_answers_in_latex_are_compared_by_value():
     for answer, gold in OTHER:
         completion = rf"\boxed{{{answer}}}"
         assert math_task.rewards({"answer": gold}, completion) == {"correctness": False}, answer
+    for space in ("", " ", "  ", "\n", "\t"):
+        assert (
+            math_task.boxed(rf"\boxed{{1}}, no: \boxed{space}{{\frac{{1}}{{2}}}}.")
+            == r"\frac{1}{2}"
+        )
     for text in ("5", r"\boxed{5", r"\boxed{5} or \boxed{6}", ""):
         assert math_task.rewards({"answer": "5"}, text) == {"correctness": False}
 
@@ -491,6 +501,16 @@ def test_questions_that_differ_only_in_what_the_model_must_find_are_all_asked(ti
     questions = load_split(c, load_task("guess"), "test", load_tokenizer(str(tiny)))
     assert len({tuple(question.ids) for question in questions}) == 1
     assert [q.item["secret"] for q in different(questions * 2)] == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("order", [lambda i: i // 50, lambda i: i % 10])  # sorted, or in turn
+def test_an_evaluation_takes_questions_from_all_of_a_split(order):
+    questions = [Question(i, {"subject": order(i)}, [i]) for i in range(500)]
+    chosen = different(questions, 50)
+    assert chosen == different(questions, 50) == sorted(chosen) and len(set(chosen)) == 50
+    counts = Counter(question.item["subject"] for question in chosen)
+    assert len(counts) == 10 and max(counts.values()) <= 10
+    assert different(questions, 500) == different(questions, 999) == questions
 
 
 LONG = [
