@@ -191,8 +191,9 @@ def different(prompts, most=None):
     # JSON has these whole, but no keys such as (1, 2)
     text = lambda p: json.dumps([p.ids, repr(p.item), p.item], default=whole, skipkeys=True)
     found = list({hash(text(p)): p for p in reversed(prompts)}.values())[::-1]
-    most, draw = min(most or len(found), len(found)), random.Random(0)
-    ends = [part * len(found) // most for part in range(most + 1)]
+    if not most or most >= len(found):
+        return found
+    draw, ends = random.Random(0), [part * len(found) // most for part in range(most + 1)]
     return [found[draw.randrange(*part)] for part in itertools.pairwise(ends)]
 
 
