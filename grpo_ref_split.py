@@ -30,29 +30,29 @@ from grpo import checks
 from grpo.constants import before_torch, command_line, defaults_in
 
 # --- What to train ------------------------------------------------------------------
-MODEL = "Qwen/Qwen2.5-3B"  # hub name or folder of the model to train (any AutoModelForCausalLM)
-TASK = "gsm8k"  # data, prompts and rewards: a name in tasks/, or a path such as "my/task.py"
-RUN_DIR = "runs/gsm8k"  # folder of checkpoints, metrics and samples; a run in it resumes
+MODEL = "Qwen/Qwen2.5-3B"  # hub name or folder of an AutoModelForCausalLM (model, model_path)
+TASK = "gsm8k"  # in tasks/, or a path such as "my/task.py" (train_dataset, reward_funcs)
+RUN_DIR = "runs/gsm8k"  # folder of checkpoints, metrics and samples; a run resumes (output_dir)
 # Address of ref_server.py. If it runs on another machine, set the environment variable GRPO_TOKEN
 # to the same secret on both. None keeps the reference model in this process.
 REF_SERVER = "http://127.0.0.1:59875"
 
-# --- Rollouts (in brackets, also further down: TRL's names) ---------------------------
+# --- Rollouts (in brackets, also above and below: TRL's and simple_GRPO's names) ------
 # Prompts per rollout over all ranks, ideally a multiple of the number of ranks. More prompts make
-# the gradient less noisy and the rollout slower.
+# gradients less noisy and rollouts slower (gradient_accumulation_steps, generation_batch_size).
 PROMPTS_PER_STEP = 28
-GROUP_SIZE = 8  # G, completions per prompt; more find rare successes, at a cost (num_generations)
-MAX_PROMPT_TOKENS = 512  # questions with longer prompts are left out; the log states how many
-MAX_COMPLETION_TOKENS = 512  # completions are cut here; higher is slower (max_completion_length)
+GROUP_SIZE = 8  # G, completions per prompt; more cost more (num_generations, num_pre_Q)
+MAX_PROMPT_TOKENS = 512  # longer prompts are left out; the log says how many (max_prompt_length)
+MAX_COMPLETION_TOKENS = 512  # cut here; higher is slower (max_completion_length, max_tokens)
 STOP_TOKENS = ["<|im_end|>"]  # tokens that end a completion, besides EOS; unknown ones are ignored
 STOP_STRINGS = []  # texts that end a completion, such as "</answer>"; they are trained on, too
 TEMPERATURE = 1.0  # of sampling and of all log-probs; higher is more random
-SAMPLE_BATCH = 64  # completions that a rank samples at once; more are faster and need memory
-SAMPLER = "torch"  # or "vllm", in ranks and workers (pip install -e .[vllm]; docs/performance.md)
-VLLM_CACHE_GB = 10.0  # GPU memory of vLLM's KV cache; more lets it sample more at once
-MASK_TRUNCATED = False  # True: truncated completions are not trained, but count in group means
+SAMPLE_BATCH = 64  # completions a rank samples at once; more need memory (Q_batch_size)
+SAMPLER = "torch"  # or "vllm" (use_vllm): pip install -e .[vllm]; see docs/performance.md
+VLLM_CACHE_GB = 10.0  # of vLLM's KV cache; more samples more at once (vllm_gpu_memory_utilization)
+MASK_TRUNCATED = False  # True: truncated ones only count in means (mask_truncated_completions)
 SKIP_FLAT_GROUPS = True  # True: groups whose total rewards are all equal are not trained
-CHAT_TEMPLATE = {}  # options of the model's chat template, such as {"enable_thinking": False}
+CHAT_TEMPLATE = {}  # of the template, such as {"enable_thinking": False} (chat_template_kwargs)
 OUTCOME = None  # name of the reward that decides correctness: above 0 is correct; None: the task's
 REWARD_WEIGHTS = None  # {reward: weight} (reward_weights); None: the task's; {}: only the KL trains
 
@@ -61,46 +61,49 @@ REWARD_WEIGHTS = None  # {reward: weight} (reward_weights); None: the task's; {}
 # ("dapo"), or by a constant ("dr_grpo").
 LOSS_TYPE = "grpo"
 # True: divides advantages by the group's std. False: only centers them, so that very easy and very
-# hard prompts get no extra weight (Dr. GRPO).
+# hard prompts get no extra weight (Dr. GRPO) (scale_rewards).
 ADVANTAGE_STD = True
 # A token's ratio is its new probability over its old one. A token with a negative advantage has no
 # gradient below the ratio 1 - CLIP_LOW, one with a positive advantage none above 1 + CLIP_HIGH.
-CLIP_LOW = 0.2  # higher clips less, and the policy may move farther on one rollout (epsilon)
+CLIP_LOW = 0.2  # higher clips less, and the policy may move far on a rollout (epsilon, clip_param)
 CLIP_HIGH = 0.2  # higher, such as 0.28, lets rare tokens become likely faster (epsilon_high)
 KL_BETA = 0.04  # weight of the KL penalty; higher stays nearer; 0 needs no reference (beta)
-UNBIASED_KL = False  # True: multiplies the KL by the ratio, for an unbiased gradient (V3.2)
+UNBIASED_KL = False  # True: times the ratio, so its gradient is right (use_bias_correction_kl)
 OBJECTIVE = "clip"  # or "cispo": clipped tokens keep a gradient, weighted by the clipped ratio
-RATIO_LEVEL = "token"  # or "sequence": a ratio per completion (GSPO: CLIP_LOW 3e-4, CLIP_HIGH 4e-4)
+RATIO_LEVEL = "token"  # or "sequence": GSPO, CLIP_LOW 3e-4, _HIGH 4e-4 (importance_sampling_level)
 # Truncated importance sampling corrects for a sampler whose log-probs differ from the trainer's: a
-# token's objective is multiplied by p_trainer / p_sampler, by IS_CAP at most. 0: off.
+# token's objective is multiplied by p_trainer / p_sampler, by IS_CAP at most. 0: off
+# (vllm_importance_sampling_cap, vllm_importance_sampling_clip_max).
 IS_CAP = 2.0
 # Optimizer updates on each rollout, mu (num_iterations). More reuse the samples, off-policy. With 1
 # only groups of workers, which may be older, can be clipped.
 UPDATES_PER_ROLLOUT = 1
 
 # --- Workers, and another reference ------------------------------------------------------
-PUBLISH_STEPS = 0  # workers get a new policy every N steps; more is staler; 0: no workers
+PUBLISH_STEPS = 0  # workers get a new policy every N steps; 0: no workers (gen_update_steps)
 TRAINER = "http://127.0.0.1:59876"  # where rank 0 serves workers; other machines need GRPO_TOKEN
 MAX_STALENESS = 4  # groups sampled more than N updates ago are dropped; more keeps older groups
 REFERENCE = None  # without a server: a reference model that has MODEL's tokenizer; None: MODEL
 
 # --- Optimization -------------------------------------------------------------------
-STEPS = 500  # optimizer updates, and attempts with nothing to train (max_steps)
-LEARNING_RATE = 1e-6  # higher learns faster until it diverges; LoRA needs about ten times as much
-LORA_RANK = 0  # 16 or 32: trains LoRA adapters of that rank on a frozen model; 0: full training
-BASE_BITS = 16  # 4: LoRA's frozen model has 4 bits a weight (pip install -e .[bits])
+STEPS = 500  # optimizer updates, and attempts with nothing to train (max_steps, all_steps)
+LEARNING_RATE = 1e-6  # higher learns faster until it diverges; LoRA needs ten times as much (lr)
+LORA_RANK = 0  # 16 or 32: adapters of that rank on a frozen model; 0: full (peft_config, lora_r)
+BASE_BITS = 16  # 4: LoRA's frozen model has 4 bits a weight (quantization_config)
 WARMUP_STEPS = 10  # the learning rate rises linearly from 0 in this many steps
-FINAL_LR = 1.0  # share of LEARNING_RATE that is left at the last step, linearly; 1: constant
+FINAL_LR = 1.0  # share of LEARNING_RATE left at the end; 1: constant (lr_scheduler_type)
 WEIGHT_DECAY = 0.0  # of AdamW; higher pulls the weights harder to 0
 MAX_GRAD_NORM = 1.0  # a gradient with a larger global norm is scaled down to it
 SEED = 0  # random seed of the order of questions and of sampling
 
 # --- Memory: the largest batches run once at the start, and what does not fit ends the run -------
-MICRO_BATCH_TOKENS = 8_192  # tokens per forward and backward; fewer save memory; same gradient
+# Tokens per forward and backward; fewer save memory; same gradient (per_device_train_batch_size,
+# train_batch_size).
+MICRO_BATCH_TOKENS = 8_192
 FUSED_LOSS = False  # True: log-probs by kernels in Triton (grpo_loss_triton.py); NVIDIA only
 GRADIENT_CHECKPOINTING = True  # True: recomputes activations; slower, far less memory
 OFFLOAD_OPTIMIZER = False  # True: master weights, Adam states and the update are in CPU memory
-DTYPE = "auto"  # bfloat16 (with float32 masters) on a GPU that has it, else float32
+DTYPE = "auto"  # bfloat16 (with float32 masters) on a GPU that has it, else float32 (bf16)
 
 # --- Run ----------------------------------------------------------------------------
 EVAL_STEPS = 50  # steps between greedy evaluations (also at the start and the end); 0: never
@@ -108,7 +111,7 @@ EVAL_SPLIT = "test"  # the task's split for evaluations
 EVAL_QUESTIONS = 512  # uses N of the split's, evenly chosen; more are more precise and slower
 # Steps between checkpoints (the model + 12 bytes per trained parameter), besides the last step's.
 SAVE_STEPS = 100  # 0: never, and nothing is left of the run but its metrics and samples
-KEEP_CHECKPOINTS = 2  # the newest N, and RUN_DIR/best, of the best evaluation, are kept
+KEEP_CHECKPOINTS = 2  # the newest N, and RUN_DIR/best, of the best, are kept (save_total_limit)
 REPORT_TO = []  # "tensorboard" or "wandb", which get each step's metrics, too
 WAIT_LIMIT_SECONDS = 600  # the run ends after this long without the server
 REWARD_TIMEOUT_SECONDS = 60  # a reward, of a group that takes longer, or a reply() counts as None

@@ -3,7 +3,6 @@ that a mistake in the command is reported at once."""
 
 import ast
 import copy
-import difflib
 import importlib.machinery
 import importlib.metadata
 import math
@@ -11,6 +10,7 @@ import os
 import re
 import runpy
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -86,7 +86,10 @@ def command_line(defaults, doc, roles=()):
         print(usage(doc))
         raise SystemExit(0)
     if words:
-        raise SystemExit(f"{usage(doc)}\nunknown argument: {words[0]}")
+        how, name = "write NAME=value, without -- or spaces", words[0].partition("=")[0]
+        if name.startswith("--") or words[1:2] == ["="]:
+            check_names([name.lstrip("-").replace("-", "_")], defaults, f"{how}; ")
+        raise SystemExit(f"{usage(doc)}\nunknown argument: {words[0]}: {how}")
     if TEXT[1](model := constants.get("MODEL")) and (fault := fault_of(model)):
         raise SystemExit(f"MODEL = {model!r} can't be loaded: {fault}")
     return role, constants
@@ -181,31 +184,26 @@ def read_preset(path):
 
 
 def names_of(script):
-    """Returns the names of a script's constants, without importing it (and torch)."""
+    """Returns {constant: its names elsewhere} of a script, without importing it (and torch):
+    those in brackets in its comments."""
     block, *_ = (ROOT / script).read_text().partition("\nDEFAULTS = ")
-    return re.findall("^([A-Z_]+) = ", block, re.MULTILINE)
-
-
-GONE = {  # constants of earlier versions, and what there is instead
-    "REFERENCE_REFRESH_STEPS": "begin a new run from RUN_DIR/final (docs/loss.md)",
-    "ADAM_BETAS": "(0.9, 0.99) is in grpo/engine.py",
-    "KEEP_BEST": "the best evaluation's checkpoint is always kept",
-    "LR_SCHEDULE": "the decay to FINAL_LR is linear",
-    "OVERLONG_TOKENS": "a task may subtract it from a reward (docs/experiments.md)",
-    "TRAINER_SAMPLES": "ranks sample what workers have not sent",
-    "VLLM_SLEEP": "vLLM frees a trainer's GPU whenever there is nothing to sample",
-}
+    found = re.findall(r"^((?:# .*\n)*)([A-Z_]+) = (.*)", block, re.MULTILINE)
+    brackets = lambda text: re.findall(r"\((\w+(?:,\s(?:# )?\w+)*)\)", text)
+    return {name: re.findall(r"\w+", " ".join(brackets(a + b)).lower()) for a, name, b in found}
 
 
 def check_names(names, known, where=""):
-    """Raises SystemExit for a name that is not in `known`: another script has it, or it is
-    misspelt."""
+    """Raises SystemExit for a name that is not in `known`: another script or project has it, or
+    it is misspelt."""
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0)[0]
-            owners = [script for script in SCRIPTS if name in names_of(script)]
-            why = f"{owners[0]} has it" if owners else f"did you mean {near}?"
-            why = f"it is gone: {GONE[name]}" if name in GONE else why
+            ours = {script: names_of(script) for script in SCRIPTS}
+            theirs = {x: our for script in ours for our in ours[script] for x in ours[script][our]}
+            owners = [f"{script} has it" for script in SCRIPTS if name in ours[script]]
+            here = [f"here it is {theirs[name.lower()]}"] if name.lower() in theirs else []
+            near = get_close_matches(name.upper(), sorted(known), n=1, cutoff=0.7)
+            meant = [f"did you mean {one}?" for one in near]
+            why, *_ = [*owners, *here, *meant, "names of other projects: docs/coming_from.md"]
             raise SystemExit(f"{where}there is no constant {name}: {why}")
 
 

@@ -114,31 +114,11 @@ def test_where_a_judge_fails_the_reward_does_not_apply(judged, monkeypatch):
     assert all(map(math.isnan, rewards.values()))
 
 
-# --- An external program ----------------------------------------------------------------
-@pytest.mark.parametrize("completion, right, seconds", [
-    ("def double(x): return 2 * x", True, 60),
-    ("def double(x): return x", False, 60),
-    ("import os; os._exit(0)", False, 60),
-    ("raise SystemExit", False, 60),
-    ("def double(x)", False, 60),
-    ("while True: pass", False, 1),
-])  # fmt: skip
-def test_the_example_with_an_external_program(completion, right, seconds):
-    code = recipes()[0].replace("LIMIT_SECONDS = 5", f"LIMIT_SECONDS = {seconds}")
-    exec(code, names := {})  # noqa: S102 (our page)
-    found = asyncio.run(names["rewards"]({"test": "assert double(4) == 8"}, completion))
-    assert found == {"correctness": right}
-
-
-def recipes():
-    """-> the examples in CONTRIBUTING.md: a program, and slow Python in a pool of processes."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    return re.findall(r"```python\n(import.*?)```", text, re.DOTALL)
-
-
 def test_the_example_with_a_pool_of_processes(tmp_path):
     file = tmp_path / "adds_slowly.py"
-    file.write_text(recipes()[1] + "def load(split): return []\ndef messages(item): return []\n")
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    (example,) = re.findall(r"```python\n(import.*?)```", text, re.DOTALL)
+    file.write_text(example + "def load(split): return []\ndef messages(item): return []\n")
     recipe = a_recipe(task=load_task(str(file)), TASK=str(file), REWARD_WEIGHTS={"reward": 1})
     recipe = recipe.others(REWARD_TIMEOUT_SECONDS=PATIENCE)  # its processes start
     with recipe.task.POOL:

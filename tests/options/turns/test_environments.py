@@ -1,24 +1,18 @@
 """class Environment: one for each completion, with its state, closed whatever happens."""
 
 import math
-import os
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
 
-import psutil
 import pytest
-from documents import ROOT
 from fakes import a_recipe, sampled
 from test_turns import Actor, prompts
 
 from grpo.calls import TaskError
 from grpo.options.turns.turns import stream_turns
 from grpo.sample import Prompt
-from tasks.programs import Program
 
 
 class Counter:
@@ -192,70 +186,3 @@ def test_async_methods_are_awaited_and_plain_ones_called_in_the_main_thread(toke
     (group,) = sampled(Actor(tokenizer, ["One", "two"]), recipe, iter(recipe.prompts))
     assert [s.rewards["reward"] for s in group.samples] == [2.0, 2.0] and not Counter.live
     assert threads["rewards"] is threading.main_thread() is not threads["reply"]
-
-
-# --- Programs -------------------------------------------------------------------------
-STARTER = """
-import sys, time, threading
-from tasks.programs import Program
-
-programs = []
-def start():  # in a thread that ends: PR_SET_PDEATHSIG would kill them with it
-    command = "sleep SECONDS & sleep SECONDS"
-    programs.extend(Program(["sh", "-c", command]) for _ in range(64))
-
-thread = threading.Thread(target=start)
-thread.start()
-thread.join()
-print([p.poll() for p in programs].count(None), flush=True)
-time.sleep(987)
-"""
-
-
-def sleeping(seconds):
-    """-> the number of processes whose command is the programs'."""
-    return sum(p.info["cmdline"] == ["sleep", seconds] for p in psutil.process_iter(["cmdline"]))
-
-
-def test_programs_end_with_the_process_that_started_them():
-    seconds = f"987.{os.getpid()}"  # no other test's
-    command = [sys.executable, "-c", STARTER.replace("SECONDS", seconds)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as starter:
-        assert starter.stdout.readline() == "64\n"
-        assert wait_for(lambda: sleeping(seconds) == 128)
-        starter.kill()
-    assert wait_for(lambda: sleeping(seconds) == 0)
-
-
-def test_what_a_program_leaves_in_the_background_ends_with_it():
-    seconds = f"985.{os.getpid()}"
-    command = ["sh", "-c", f"sleep {seconds} &"]
-    with Program(command, stdin=subprocess.PIPE, bufsize=0) as program:
-        assert program.wait() == 0 and wait_for(lambda: sleeping(seconds) == 1)
-        with pytest.raises(BrokenPipeError):  # nobody keeps the input of a program that ended
-            program.stdin.write(b"a")
-    assert wait_for(lambda: sleeping(seconds) == 0)
-
-
-def wait_for(holds, seconds=120):
-    end = time.monotonic() + seconds
-    while not (held := holds()) and time.monotonic() < end:
-        time.sleep(0.02)
-    return held
-
-
-def test_a_program_talks_and_gives_its_exit_status():
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with Program(["sh", "-c", 'read x; echo "got $x"; exit 3'], **pipes) as program:
-        assert program.communicate("it\n") == ("got it\n", None) and program.returncode == 3
-    before = len(os.listdir("/proc/self/fd"))
-    for end in (Program.kill, Program.terminate):
-        program = Program(["sleep", "986"])
-        end(program)
-        assert program.wait() < 0
-        program.kill()
-    assert len(os.listdir("/proc/self/fd")) <= before  # what earlier tests left may be closed
-    Program(["true"]).communicate()  # without `with` its guard ends with the object
-    assert len(os.listdir("/proc/self/fd")) <= before
-    with pytest.raises(FileNotFoundError, match="no-such-program"):
-        Program(["no-such-program"])

@@ -19,7 +19,7 @@ from grpo.options.turns.turns import play
 from grpo.prepare import preview
 from grpo.sample import Sample
 from grpo.task import load_task
-from tasks import python_tool
+from tasks import code, python_tool
 
 # SmolLM2's, which shows no tools; and what Qwen2.5's does with tools, without the texts around them
 SMOLLM2 = (
@@ -442,7 +442,7 @@ def test_the_ledgers_gold_is_right_and_other_answers_are_not(alone):
 PYTHON = python_tool.Environment({}).python
 
 
-@pytest.mark.parametrize("code, told", [
+@pytest.mark.parametrize("program, told", [
     ("print(6 * 7)\nprint('é')", "42\né"),
     ("def f(n): return n and f(n - 1)\nprint(f(9))", "0"),
     ("6 * 7", "error: the program printed nothing: use print()"),
@@ -454,14 +454,14 @@ PYTHON = python_tool.Environment({}).python
     ("print('x' * 999)", "x" * 400),
     ("import os; print(os.environ.get('HOME'), input)", "None <built-in function input>"),
 ])  # fmt: skip
-def test_a_program_is_run_within_limits(code, told, monkeypatch):
-    monkeypatch.setattr(python_tool, "SECONDS", 60)
-    assert PYTHON(code) == told
+def test_a_program_is_run_within_limits(program, told, monkeypatch):
+    monkeypatch.setattr(code, "SECONDS", 60)
+    assert PYTHON(program) == told
 
 
 def test_a_program_that_hangs_is_ended(monkeypatch):
-    monkeypatch.setattr(python_tool, "SECONDS", 0.2)
-    assert PYTHON("import time; time.sleep(60)").endswith("took more than 0.2 s")
+    monkeypatch.setattr(code, "SECONDS", 0.2)
+    assert PYTHON("import time; time.sleep(60)").startswith("error: the program took more than")
 
 
 @pytest.mark.parametrize("name", ["ledger", "python_tool"])
