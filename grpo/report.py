@@ -22,6 +22,7 @@ from grpo.reference import is_teacher
 from grpo.stop import stop
 
 ROOT = Path(__file__).parents[1]
+ITEM_CHARS = 2000  # of each value of an item in samples.jsonl
 SHOWN = {  # the metrics in the progress bar, if the step has them
     "reward": "reward {:+.2f}",
     "accuracy": "accuracy {:.2f}",
@@ -83,14 +84,16 @@ class RunFolder:
         step, decode = run.progress.step + 1, run.policy.tokenizer.decode
         group = groups[step % len(groups)]
         item = next(q.item for q in run.recipe.prompts if q.index == group.index)
-        numbered = enumerate(group.samples)
+        short = lambda x: x if len(text := str(x)) <= ITEM_CHARS else f"{text[:ITEM_CHARS]} ..."
+        item = {name: short(value) for name, value in item.items()}
+        once, numbered = {"item": item}, enumerate(group.samples)
         for i, sample in sorted(numbered, key=lambda pair: -pair[1].advantage):
             record = {
                 "step": step,
                 "group": group.id,
                 "number": i,
                 "prompt": decode(group.prompt),
-                "item": item,
+                **once,
                 "question": item.get("question"),
                 "answer": item.get("answer"),
                 "completion": decode(sample.ids),
@@ -106,18 +109,18 @@ class RunFolder:
                 parts = itertools.groupby(pairs, key=lambda pair: pair[0])
                 record["turns"] = [decode([id for _, id in part]) for _, part in parts]
             self.log("samples.jsonl", record)
+            once = {}
 
     def undo(self, step):
         """Removes the records of steps after `step`, which the run repeats, and an incomplete last
         line."""
         for path in filter(Path.exists, self.files if dist.get_rank() == 0 else ()):
-            kept = []
-            for line in path.read_text().splitlines():
-                with contextlib.suppress(ValueError):
-                    if json.loads(line)["step"] <= step:
-                        kept.append(line + "\n")
             draft = path.with_suffix(".draft")
-            draft.write_text("".join(kept))
+            with open(path) as old, open(draft, "w") as new:
+                for line in old:
+                    with contextlib.suppress(ValueError):
+                        if json.loads(line)["step"] <= step:
+                            print(line.rstrip("\n"), file=new)
             draft.replace(path)
 
     def set_aside(self):

@@ -14,7 +14,7 @@ MAX_NUMBER_CHARS = 60  # a longer one is not an answer, and int() itself refuses
 INSIDE = r"((?:(?!</?(?:think|answer)>).)*)"  # text without a tag: no second block, none nested
 BLOCK = re.compile(rf"<answer>{INSIDE}</answer>", re.DOTALL)
 FORMAT = re.compile(rf"\s*<think>{INSIDE}</think>\s*<answer>{INSIDE}</answer>\s*", re.DOTALL)
-# An "aha moment" (docs/coming_from.md). A "wait" begins a sentence: questions are about waiting, too
+# An "aha moment" (docs/coming_from.md). "Wait" begins a sentence: questions are about waiting, too
 AGAIN = re.compile(r"(?im)(^|[.!?>]\s*|\bbut )wait\b|\b(however|let me \S*check)\b|不对|重新检查")
 
 # --- Where the answer stands ---

@@ -171,6 +171,7 @@ def samples_of(folder, group, recipe):
 def test_samples_are_a_whole_group_with_all_that_is_known(alone, tmp_path):
     item = {"question": "Why?", "numbers": [1, 2], "tree": {1, 2}, "nan": math.nan}
     item |= {"answer": Decimal(42), "count": np.int64(42)}
+    item |= {"program": "x" * 10**6, "values": list(range(10**5))}
     group = a_group(
         [[-1.0, 0.0], [-1.0, 1.25], [1.0, 1.25], [1.0, -1.0]], lengths=(1, 2, 1, 3),
         truncated=(False, False, True, False), version=3, item=item,
@@ -181,11 +182,13 @@ def test_samples_are_a_whole_group_with_all_that_is_known(alone, tmp_path):
     assert best == {
         "step": 1, "group": group.id, "number": 2, "prompt": "[5, 6]", "question": "Why?",
         "item": {"question": "Why?", "numbers": [1, 2], "tree": "{1, 2}", "nan": None,
-                 "answer": "42", "count": "42"},
+                 "answer": "42", "count": "42", "program": "x" * 2000 + " ...",
+                 "values": str([*range(9999)])[:2000] + " ..."},
         "answer": "42", "completion": "[13]",
         "rewards": {"correctness": 1.0, "format": 1.25}, "flat": False, "truncated": True,
         "sampler": "trainer", "policy_version": 3,
     }  # fmt: skip
+    assert not any("item" in sample for sample in found[1:]) and worst["answer"] == "42"
 
 
 LONG = Sample([7, 7, 7, 2], [-1.0] * 4, rewards={"correctness": 1, "format": 0.5}, total=2.5)

@@ -476,6 +476,17 @@ def test_a_tiny_model_of_a_task_with_async_rewards(tmp_path, monkeypatch):
     assert "MAX_COMPLETION_TOKENS=128" in command
 
 
+@pytest.mark.parametrize("falls, steps", [(0.01, 200), (0.03, 400)])
+def test_a_tiny_model_learns_until_its_loss_is_flat(falls, steps, monkeypatch, tmp_path, capsys):
+    from grpo.commands import tiny_model
+
+    made, loss = [], lambda n: (1 - falls) ** (min(n, 250) // 100)
+    fake = lambda model, _: made.append(0) or 0 * model.lm_head.weight.sum() + loss(len(made) - 1)
+    monkeypatch.setattr(tiny_model, "next_token_loss", fake)
+    tiny_model.warm_start(tmp_path, load_task("guess"), 0, 500, lambda *_: "5", flat=0.02)
+    assert len(made) == steps and "s left" in capsys.readouterr().out
+
+
 def test_questions_that_differ_only_in_what_the_model_must_find_are_all_asked(tiny):
     c = settled(trainer.DEFAULTS, {"TASK": "guess", "MODEL": str(tiny), "MAX_PROMPT_TOKENS": 99})
     questions = load_split(c, load_task("guess"), "test", load_tokenizer(str(tiny)))

@@ -9,6 +9,7 @@ tags but rarely combines them. For another task it learns from right and wrong a
 """
 
 import itertools
+import math
 import random
 import time
 
@@ -79,8 +80,9 @@ def next_token_loss(model, examples):
     return model(input_ids=ids.to(model.device), labels=labels).loss
 
 
-def warm_start(folder, task, seed, steps, answer=None):
-    """Trains the tiny model on a task's examples and saves it; returns its context in tokens.
+def warm_start(folder, task, seed, steps, answer=None, flat=0.0):
+    """Trains the tiny model on a task's examples and saves it; returns its context in tokens. Ends
+    before `steps` if 100 of them lower the mean loss by less than the share `flat`.
 
     An example's text is answer(item, draw), by default the task's sloppy(item, draw). The task may
     also have drill(draw), an additional text to learn. `draw` is a random.Random.
@@ -94,7 +96,7 @@ def warm_start(folder, task, seed, steps, answer=None):
     longest = max(map(len, answers)) + max(len(prompt) for _, prompt in pairs)
     model = make_model(tokenizer, context=max(256, 2 * longest))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1, betas=(0.9, 0.99), weight_decay=0.01)
-    end, started = [tokenizer.eos_token_id], time.perf_counter()
+    end, started, losses = [tokenizer.eos_token_id], time.perf_counter(), []
     for step in range(steps):
         examples = []
         for item, prompt in draw.choices(pairs, k=32):
@@ -111,8 +113,15 @@ def warm_start(folder, task, seed, steps, answer=None):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 100 == 99:
-            print(f"  step {step + 1}/{steps}, loss {loss.item():.3f}", flush=True)
+        losses.append(loss.item())
+        if step % 100 == 99 or step == 9:
+            left = (time.perf_counter() - started) / (step + 1) * (steps - step - 1)
+            print(
+                f"  step {step + 1}/{steps}, loss {losses[-1]:.3f}, {left:.0f} s left", flush=True
+            )
+            before = sum(losses[-200:-100] or [math.inf])
+            if flat and sum(losses[-100:]) > (1 - flat) * before:
+                break
     model.save_pretrained(folder)
     as_umask(folder)
     tokenizer.save_pretrained(folder)
