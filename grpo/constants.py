@@ -2,9 +2,12 @@
 that a mistake in the command is reported at once."""
 
 import ast
+import contextlib
 import copy
 import importlib.machinery
 import importlib.metadata
+import importlib.util
+import json
 import math
 import os
 import re
@@ -14,6 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+STOPPED = ".stopped"  # a file in RUN_DIR, once the run has ended or was stopped
 SCRIPTS = "grpo_ref_split.py", "ref_server.py"  # a preset may set constants of both
 
 
@@ -109,13 +113,26 @@ def fault_of(name):
         return f"it is a file: name the folder of a model ({folder.parent}?), or a model on the hub"
     if folder.is_dir():
         named = any(Path(folder, f"{kind}config.json").exists() for kind in ("", "adapter_"))
-        return "" if named else "the folder has no config.json"
+        return code_of(folder) if named else "the folder has no config.json"
     if folder.name == "best" and folder.parent.is_dir():
         final = folder.parent / "final"
         return f"that run has no best checkpoint: name another, such as {final}"
     # A hub's name is NAME or OWNER/NAME
     path = name.count("/") > 1 or name[0] in "./~" or name.startswith("runs/")
     return f"there is no folder {folder.absolute()}" if path else ""
+
+
+OWN_CODE = "it has code of its own, which we never run: choose a model that transformers has"
+
+
+def code_of(folder):
+    """Returns OWN_CODE if only code in a model's folder (auto_map) can load it; else ""."""
+    config = {}
+    with contextlib.suppress(OSError, ValueError):  # reported when it is loaded
+        config = json.loads(Path(folder, "config.json").read_bytes())
+    package = importlib.util.find_spec("transformers").submodule_search_locations[0]
+    known = Path(package, "models", str(config.get("model_type")).replace("-", "_")).exists()
+    return OWN_CODE if "auto_map" in config and not known else ""
 
 
 def is_same(name, one, other):

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.utils import cached_file, logging
 
-from grpo.constants import fault_of
+from grpo.constants import OWN_CODE, fault_of
 from grpo.devices import accelerator, check_driver, is_out_of_memory, keep_freed_memory
 from grpo.log import announced, say
 
@@ -34,10 +34,11 @@ def load_tokenizer(name, constant="MODEL"):
         if fault := fault_of(name):
             raise OSError(fault)
         with announced("the model hub"):
-            return AutoTokenizer.from_pretrained(name)
+            return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
+        why = OWN_CODE if "trust_remote_code" in str(error) else error
         raise SystemExit(
-            f"{constant} = {name!r} can't be loaded from a folder or from the hub: {error}"
+            f"{constant} = {name!r} can't be loaded from a folder or from the hub: {why}"
         ) from error
 
 
@@ -87,7 +88,7 @@ def whole_model(name, **options):
             " that it was made from; if memory is short, set LORA_RANK = 16 and BASE_BITS = 4"
         )
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    options["generation_config"] = GenerationConfig()
+    options |= {"generation_config": GenerationConfig(), "trust_remote_code": False}
     try:
         model, info = AutoModelForCausalLM.from_pretrained(name, **options)
     except Exception as error:
@@ -192,8 +193,11 @@ def load_model(name, dtype, vocab_size, bits=16):
 
 
 def config_of(name):
-    with contextlib.suppress(OSError, ValueError):  # an adapter has none: load_model refuses it
-        return AutoConfig.from_pretrained(name).get_text_config()
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config()
+    except (OSError, ValueError) as error:  # an adapter has none: load_model refuses it
+        if "trust_remote_code" in str(error):
+            raise SystemExit(f"the model {name!r} can't be loaded: {OWN_CODE}") from error
 
 
 def check_context(c, config=None, constant="MODEL"):
@@ -240,7 +244,7 @@ def stop_ids(name, tokenizer, stop_tokens, vocab_size=math.inf):
     """Returns the ids that end a completion: EOS of tokenizer, generation config and model config,
     and the `stop_tokens` that the tokenizer knows; no EOS is ordinary text. SystemExit if none is
     below `vocab_size`."""
-    config = AutoConfig.from_pretrained(name)
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     stops = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
     stops.append(settings_in(name).get("eos_token_id"))
     vocab, eos_ids = tokenizer.get_vocab(), token_ids(*stops)

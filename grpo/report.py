@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
+from grpo.constants import STOPPED
 from grpo.log import SPEAK_SECONDS, say
 from grpo.metrics import PARTS
 from grpo.proof import check_reference
@@ -62,6 +63,13 @@ class RunFolder:
         self.path, self.reporters = Path(path), reporters
         self.files = [self.path / name for name in ("metrics.jsonl", "samples.jsonl")]
         self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / STOPPED).unlink(missing_ok=True)
+
+    def close(self):
+        for reporter in self.reporters:
+            reporter.close()
+        with contextlib.suppress(OSError):  # a full disk
+            (self.path / STOPPED).touch()
 
     def log(self, file, record):
         """Appends a record, with the time, to a file of one JSON object per line."""

@@ -62,8 +62,7 @@ class Run:
     def close(self):
         self.sampler.close()
         self.workers.close()
-        for reporter in self.folder.reporters:
-            reporter.close()
+        self.folder.close()
 
 
 def make_reference(c, policy, server):

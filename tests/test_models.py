@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jinja2
@@ -17,7 +18,8 @@ from transformers import Gemma3Config, Phi3Config
 import ref_server
 from grpo import models
 from grpo.commands.merge import merge
-from grpo.models import check_context, load_model, prompt_ids
+from grpo.constants import OWN_CODE, fault_of
+from grpo.models import check_context, config_of, load_model, load_tokenizer, prompt_ids
 from grpo.policy import load_policy
 from grpo.sample import Sample
 from grpo.task import load_split
@@ -95,6 +97,27 @@ def test_a_quantized_model_is_refused_in_one_sentence(tiny, tmp_path):
     with pytest.raises(SystemExit, match="model' is quantized .*LORA_RANK.*BASE_BITS") as error:
         tiny_policy(folder)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("named", ["of its own", "qwen2"])
+def test_code_of_a_models_own_never_runs_and_nobody_is_asked(named, tiny, tmp_path, monkeypatch):
+    code = {f"Auto{x}": f"own.{x}" for x in ("Config", "ModelForCausalLM", "Tokenizer")}
+    folder = changed(tiny, tmp_path / "model", auto_map=code, model_type=named)
+    Path(folder, "own.py").write_text("raise SystemExit('it runs')")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
+    if named == "qwen2":  # which transformers has, too
+        assert fault_of(folder) == "" and load_tokenizer(folder) and config_of(folder)
+        assert load_model(folder, "float32", 99)
+        return
+    assert fault_of(folder) == OWN_CODE
+    monkeypatch.setattr("grpo.models.fault_of", lambda name: "")  # as a model on the hub
+    with pytest.raises(SystemExit, match="it has code of its own, which we never run"):
+        config_of(folder)
+    Path(folder, "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}})
+    )
+    with pytest.raises(SystemExit, match="MODEL = .* has code of its own, which we never run"):
+        load_tokenizer(folder)
 
 
 def test_files_that_are_no_weights_are_refused_in_one_sentence(tiny, tmp_path):

@@ -19,6 +19,7 @@ from urllib.parse import parse_qs
 import bottle
 import waitress
 
+from grpo.constants import STOPPED, real
 from grpo.options.workers.gate import is_local
 
 PORT = 59877  # of the page, unless the command names another
@@ -56,7 +57,7 @@ def parsed(path, size):
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):  # it is incomplete, or not of a run
             record = json.loads(line)
-            found.setdefault(record["step"], []).append(record)
+            found.setdefault(int(record["step"]), []).append(record)
     return dict(sorted(found.items()))
 
 
@@ -64,13 +65,15 @@ def metrics_of(folder):
     """Returns a dict of numbers per step, in order; includes the evaluation after that step."""
     steps = read(folder / "metrics.jsonl")[0].values()
     merged = [{k: v for part in parts for k, v in part.items()} for parts in steps]
-    return [{k: v for k, v in m.items() if type(v) in (int, float)} for m in merged]
+    return [{k: v for k, v in m.items() if real(v)} for m in merged]
 
 
 def constants_of(folder):
+    """Returns the constants of a run; {} before it has written them, None if they are damaged."""
+    if not (folder / "run.json").exists():
+        return {}
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return json.loads((folder / "run.json").read_bytes())["constants"]
-    return {}
+        return dict(json.loads((folder / "run.json").read_bytes())["constants"])
 
 
 def chart(records, name):
@@ -93,16 +96,18 @@ def step_seconds(records, updates):
 def find_runs(folder):
     """Returns {name: (folder, time of its last write, status)} of the runs in `folder`, the latest
     first. `folder` may be a run itself, or hold folders of runs. A run has "ended" after all its
-    steps; otherwise it is "running", or "stopped" after SILENT_SECONDS without a write."""
+    steps; otherwise it is "running", or "stopped" by a signal or an error, or after SILENT_SECONDS
+    without a write. It is "damaged" if its constants can't be read."""
     wrote, found = {}, {}
     patterns = [d + name for d in ("", "*/", "*/*/") for name in ("metrics.jsonl", "run.json")]
     for path in (path for pattern in patterns for path in folder.glob(pattern)):
-        with suppress(FileNotFoundError):  # it was deleted just now
+        with suppress(OSError):  # it was deleted just now
             wrote[path.parent] = max(path.stat().st_mtime, wrote.get(path.parent, 0))
     base = folder.parent if folder in wrote else folder
     for run, when in sorted(wrote.items(), key=lambda item: (-item[1], item[0])):
-        status = "running" if time.time() - when < SILENT_SECONDS else "stopped"
-        status = "ended" if os.path.lexists(run / "final") else status
+        silent = time.time() - when > SILENT_SECONDS or os.path.lexists(run / STOPPED)
+        status = "ended" if os.path.lexists(run / "final") else "stopped" if silent else "running"
+        status = "damaged" if constants_of(run) is None else status
         found[str(run.relative_to(base))] = run, when, status
     return found
 
@@ -116,7 +121,7 @@ def snapshot(found, asked="", others=(), metrics=()):
     known = {metric for n in chosen for record in records[n] for metric in record}
     drawn = [metric for metric in dict.fromkeys(metrics) if metric in known]
     folder, wrote, status = found.get(name, (Path("/nowhere"), 0, ""))
-    constants, latest = constants_of(folder), records.get(name, [])
+    constants, latest = constants_of(folder) or {}, records.get(name, [])
     groups, inode = read(folder / "samples.jsonl")
     return {
         "runs": [{"name": n, "status": state} for n, (_, _, state) in found.items()],

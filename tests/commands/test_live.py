@@ -9,6 +9,7 @@ import helpers
 import pytest
 
 from grpo.commands import live
+from grpo.report import RunFolder
 
 ROOT = Path(__file__).parents[2]
 
@@ -189,3 +190,32 @@ def test_the_page_takes_texts_as_texts_and_nothing_from_elsewhere(app):
     for word in (b"innerHTML", b"outerHTML", b"insertAdjacent", b"document.write", b"eval("):
         assert word not in html
     assert b" src=" not in html and html.count(b" href=") == html.count(b' href="data:,"') == 1
+
+
+def test_the_end_of_a_run_is_written_and_shown_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    folder = RunFolder(write(tmp_path / "run", [record(1)]))
+    app = live.make_app(tmp_path)
+    assert look(app)["status"] == "running"
+    folder.close()
+    assert look(app)["status"] == "stopped"
+    RunFolder(tmp_path / "run")  # it resumes
+    assert look(app)["status"] == "running"
+
+
+DAMAGED = ["", "{", "[]", "null", '{"constants": null}', '{"constants": 5}', "\0\0", '"x"', None]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_run_is_named_and_breaks_no_page(content, tmp_path):
+    write(tmp_path / "good", [record(1)])
+    bad = write(tmp_path / "bad", [record(1)], [sample(1)])
+    append(bad, '{"step": "x"}\n{"step": [1]}\n5\n{"step": null}\n{"step": 2, "reward": NaN}\n')
+    (bad / "run.json").unlink()
+    if content is None:
+        (bad / "run.json").mkdir()
+    else:
+        (bad / "run.json").write_text(content)
+    app = live.make_app(tmp_path)
+    states = {run["name"]: run["status"] for run in look(app, "bad")["runs"]}
+    assert states == {"good": "running", "bad": "damaged"} and look(app, "good")["step"] == 1

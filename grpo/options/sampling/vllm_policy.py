@@ -205,8 +205,9 @@ class VLLMPolicy:
     def _shapes(self):  # {name: tensor without memory} of what load() takes
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        config = AutoConfig.from_pretrained(self.name, trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.name))
+            model = AutoModelForCausalLM.from_config(config)
         return dict(model.named_parameters())
 
     @functools.cached_property
