@@ -43,6 +43,9 @@ def prepare_task(c, *, split, shown, server=None):
         from grpo.options.rewards.opening import opening_of
 
         parts["opening"] = functools.partial(opening_of, tokenizer)
+    if hasattr(task, "TOOL_SCHEMAS") and getattr(tokenizer, "response_template", None):
+        tools = {"prefix": "", "tools": task.TOOL_SCHEMAS}
+        parts["parse"] = functools.partial(tokenizer.parse_response, **tools)
     recipe = Recipe(c, task, prompts, **parts).resolved()
     preview(recipe, tokenizer, shown)
     return tokenizer, recipe
@@ -59,6 +62,11 @@ def preview(recipe, tokenizer, number):
     c = recipe.c
     if "tools" in recipe.chat_options and "tools" not in str(tokenizer.chat_template):
         say("the chat template does not show TOOLS: messages() must explain them and their calls")
+    elif "tools" in recipe.chat_options:
+        from grpo.options.turns.tools import FORM, unread_call
+
+        if call := unread_call(recipe, tokenizer):
+            say(f"calls as the chat template writes them are not read ({call!r:.200}): {FORM}")
     say(f"REWARD_WEIGHTS = {recipe.weights}; OUTCOME = {recipe.outcome!r}, above 0 if right")
     for index, item, ids in recipe.prompts[:number]:
         text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)

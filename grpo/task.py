@@ -106,6 +106,8 @@ class Recipe:
     outcome: str = ""  # the reward that decides correctness: OUTCOME, or the task's (resolved)
     # opening_of, by a prompt's ids: rewards and reply() see it before a completion
     opening: object = staticmethod(lambda ids: "")
+    # The tokenizer's parse_response, by a turn's text, if it reads calls of TOOLS (tools.py)
+    parse: object = None
 
     def others(self, **changes):
         """Returns a copy of the recipe with some constants changed."""

@@ -3,18 +3,23 @@
     TOOLS = [deposit, withdraw]    # in the class: methods with type hints and docstrings, or names
     <tool_call>{"name": "deposit", "arguments": {"amount": 5}}</tool_call>    # a turn
 
-transformers' get_json_schema describes them to the chat template. A turn with calls is answered by
-a message of role "tool": the results, or what is wrong with a call. A turn without a call ends the
+transformers' get_json_schema describes them to the chat template. If the tokenizer has a response
+template, its parse_response reads the calls, in the form of the model; else they have the form
+above. A turn with calls is answered by a message of role "tool", with the name of the last that was
+called: the results, or what is wrong with a call. A turn without a call ends the
 conversation. MAX_CALLS of the task limits the calls of a completion, MAX_RESULT_CHARS the length of
 a result.
 """
 
 import contextlib
+import functools
 import inspect
 import json
+import os
 import re
 import traceback
 
+import jinja2
 from transformers.utils import get_json_schema
 
 from grpo.calls import TaskError, called
@@ -60,15 +65,45 @@ def described(kind):
     return list(found.values())
 
 
+def calls_in(parse, turn):
+    """Returns [(a call as JSON, its end or "")] of a turn. `parse` is Recipe.parse."""
+    if parse:
+        with contextlib.suppress(Exception):  # of any kind, if a call is not valid
+            calls = parse(turn).get("tool_calls") or []
+            return [(json.dumps(call["function"]), "closed") for call in calls]
+    head, tag, tail = turn.rpartition("</think>")
+    return CALL.findall(THOUGHTS.sub("", head + tag) + tail)  # a call in thoughts is none
+
+
+def unread_call(recipe, tokenizer):
+    """Returns a call as the chat template writes it, if it is not read; "" if it is, or if the
+    template writes no calls."""
+    name = recipe.task.TOOL_SCHEMAS[0]["function"]["name"]
+    call = {"type": "function", "function": {"name": name, "arguments": {}}}
+    asked, told = {"role": "user", "content": "."}, {"role": "assistant", "content": ""}
+    options = recipe.chat_options | {"tokenize": False}
+    render, read = functools.partial(tokenizer.apply_chat_template, **options), set()
+    try:
+        before = render([asked], add_generation_prompt=True)
+        whole = render([asked, told | {"tool_calls": [call]}])
+    except (jinja2.TemplateError, TypeError):
+        return ""
+    written = whole[len(os.path.commonprefix([before, whole])) :]
+    for text, _ in calls_in(recipe.parse, written):
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            read.add(json.loads(text)["name"])
+    return written if name in written and name not in read else ""
+
+
 class Tools:
     """The tools of one completion, which calls those that the model's turns name."""
 
-    def __init__(self, task, environment):
+    def __init__(self, task, environment, parse=None):
         schemas = {schema["function"]["name"]: schema for schema in task.TOOL_SCHEMAS}
         # Of the class, as an attribute of the instance may have a method's name
         methods = {name: inspect.getattr_static(type(environment), name) for name in schemas}
         self.tools = {name: (m.__get__(environment), schemas[name]) for name, m in methods.items()}
-        self.task = task
+        self.task, self.parse, self.called = task, parse, {}
         self.is_async = any(inspect.iscoroutinefunction(tool) for tool, _ in self.tools.values())
         self.reply = self.reply_async if self.is_async else self.reply_plain
         self.left = getattr(task, "MAX_CALLS", -1)  # negative: any number
@@ -82,11 +117,9 @@ class Tools:
             return end.value
 
     async def reply_async(self, turn):
-        head, tag, tail = turn.rpartition("</think>")
-        turn = THOUGHTS.sub("", head + tag) + tail  # a call in thoughts is none
-        calls = CALL.findall(turn) if self.left else []
+        calls, self.called = calls_in(self.parse, turn) if self.left else [], {}
         content = "\n".join([await self.answer(*call) for call in calls])
-        return {"role": "tool", "content": content} if calls else None
+        return {"role": "tool", "content": content} | self.called if calls else None
 
     async def answer(self, text, end):
         """Returns the result of a call, or what is wrong with the call, as text."""
@@ -116,7 +149,7 @@ class Tools:
         if not end or str(name) not in self.tools:
             known = f"there is no tool {name!r:.50}, only {', '.join(self.tools)}"
             raise Failed("name", f"{known if end else 'a call has no </tool_call>'}: {FORM}")
-        tool, schema = self.tools[name]
+        (tool, schema), self.called = self.tools[name], {"name": name}
         usage = f"{name}{inspect.signature(tool)}"
         try:
             inspect.signature(tool).bind(**arguments)

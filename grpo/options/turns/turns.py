@@ -121,7 +121,8 @@ def open_environments(recipe, chats):
     make = lambda chat: (kind, chat.question.item)
     for chat in chats if kind else ():
         for made in ask(recipe, [chat], "Environment", make, MAKE, holds).values():
-            chat.environment, chat.tools = made, Tools(recipe.task, made) if has_tools else None
+            chat.environment = made
+            chat.tools = Tools(recipe.task, made, recipe.parse) if has_tools else None
 
 
 def hear(recipe, chats):
@@ -143,8 +144,9 @@ def as_message(reply):
     """Returns what a task has replied as a message, or None."""
     if reply is None:
         return None
-    role, text = (reply["role"], reply["content"]) if isinstance(reply, dict) else ("user", reply)
-    return {"role": role, "content": text.encode(errors="replace").decode()}  # half a character
+    message = reply if isinstance(reply, dict) else {"role": "user", "content": reply}
+    text = message["content"].encode(errors="replace").decode()  # half a character
+    return message | {"content": text}
 
 
 def reward(recipe, chats):
@@ -208,8 +210,9 @@ def bridge(tokenizer, eos_ids, last, message, options):
     reply = without_specials(tokenizer, plain, eos_ids)
     if last not in eos_ids or not tokenizer.chat_template:
         return ids_in_pieces(tokenizer, reply)
-    turns = ("user", "."), ("assistant", MARK), (message["role"], reply)
+    turns = ("user", "."), ("assistant", MARK)
     chat = [{"role": role, "content": text} for role, text in turns]
+    chat.append(message | {"content": reply})
     options = {"add_generation_prompt": True, "tokenize": False} | options
     try:
         _, marked, after = tokenizer.apply_chat_template(chat, **options).partition(MARK)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +16,9 @@ from grpo.models import prompt_ids
 from grpo.options.turns import tools as module
 from grpo.options.turns.counts import turn_metrics
 from grpo.options.turns.tools import Tools, describe_tools
-from grpo.options.turns.turns import play
+from grpo.options.turns.turns import bridge, play
 from grpo.prepare import preview
-from grpo.sample import Sample
+from grpo.sample import Question, Sample
 from grpo.task import load_task
 from tasks import code, python_tool
 
@@ -436,6 +437,84 @@ def test_the_ledgers_gold_is_right_and_other_answers_are_not(alone):
         assert not play(recipe, item, task.gold(item)[:-1])[1]["correctness"]
     turns, _, _ = play(recipe, items[0], [task.CALL.format("withdraw", '"amount": 999'), ""])
     assert turns[1].startswith("error: withdraw(amount: int) -> int: ValueError: the balance is on")
+
+
+# --- Calls in the model's own form ------------------------------------------------------
+XML = QWEN.replace(
+    "{{ m.content }}<|im_end|>\n{% endif %}",
+    "{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>\n"
+    "<function={{ call.function.name }}>\n"
+    "{% for k, v in call.function.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n"
+    "{% endfor %}</function>\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}",
+)
+JSON = XML.replace("<function={{ call.function.name }}>\n", "{{ call.function | tojson }}")
+JSON = (
+    JSON[: JSON.index("{% for k, v")] + JSON[JSON.index("</function>\n") + len("</function>\n") :]
+)
+FUNCTION = {"name": "{name}", "arguments": "{content}"}
+RESPONSE = {"start_anchor": "<|im_start|>assistant\n", "fields": {
+    "content": {}, "thinking": {"open": "<think>", "close": "</think>"},
+    "tool_calls": {
+        "open_pattern": r"<tool_call>\s*<function=(?P<name>\w+)>\s*", "close": "</tool_call>",
+    "repeats": True,
+        "content": "xml-inline", "transform": {"type": "function", "function": FUNCTION},
+        "content_args": {"tag_pattern": r"<parameter=(?P<key>\w+)>\n(?P<value>.*?)\n</parameter>"},
+    },
+}}  # fmt: skip
+
+
+def in_xml(name, **arguments):
+    given = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{given}</function>\n</tool_call>"
+
+
+@pytest.fixture
+def reads_xml(tokenizer):
+    if not hasattr(tokenizer, "response_template"):
+        pytest.skip("this transformers has no response templates")
+    task = a_task(add, both)
+    tokenizer.chat_template, tokenizer.response_template = XML, RESPONSE
+    return partial(tokenizer.parse_response, prefix="", tools=task.TOOL_SCHEMAS), task
+
+
+@pytest.mark.parametrize("turn, told, name", [
+    (in_xml("add", a=2, b=3), "5", "add"), ("I add." + in_xml("both", a="x"),
+    '{"twice": ["x", "x"]}', "both"),
+    (in_xml("add", a=2) + in_xml("both", a="y"), '3\n{"twice": ["y", "y"]}', "both"),
+    (in_xml("no", a=2), "error: there is no tool 'no', only add, both", None),
+    (in_xml("add", a="x"), "error: add(a: int, b: int = 1) -> int: TypeError: a must be", "add"),
+    (in_xml("add"), "error: add(a: int, b: int = 1) -> int: TypeError: missing", "add"),
+    ("<think>" + in_xml("add", a=2) + "</think>No.", None, None), ("It is 5.", None, None),
+])  # fmt: skip
+def test_calls_in_the_form_of_the_tokenizers_response_template(reads_xml, turn, told, name):
+    parse, task = reads_xml
+    reply = Tools(task, task.Environment({}), parse).reply(turn)
+    assert reply is None if told is None else reply["content"].startswith(told)
+    assert (reply or {}).get("name") == name
+
+
+@pytest.mark.parametrize("template, parses, unread", [
+    (XML, True, False), (XML, False, True), (JSON, False, False), (QWEN, False, False),
+    (JSON.replace("<tool_call>\n", "<|python_tag|>"), False, True), (SMOLLM2, False, False),
+])  # fmt: skip
+def test_the_preview_says_if_the_models_calls_are_not_read(
+    template, parses, unread, reads_xml, tokenizer, tiny, capsys
+):
+    parse, task = reads_xml
+    tokenizer.chat_template = template
+    item = {"question": "Two and three?"}
+    recipe = replace(one_reward(task), prompts=[Question(0, item, [5])], outcome="reward")
+    preview(replace(recipe, parse=parse if parses else None), tokenizer, 0)
+    assert ("are not read" in capsys.readouterr().out) == unread
+
+
+def test_a_tools_message_reaches_the_chat_template_with_its_name(tokenizer):
+    tokenizer.chat_template = QWEN.replace("+ m.content", "+ m.name + ': ' + m.content")
+    task = a_task(add)
+    reply = Tools(task, task.Environment({})).reply(call())
+    eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ids = bridge(tokenizer, {eos}, eos, reply, {})
+    assert "<tool_response>\nadd: 5\n</tool_response>" in tokenizer.decode(ids)
 
 
 # --- tasks/python_tool.py --------------------------------------------------------------
