@@ -72,9 +72,8 @@ UNBIASED_KL = False  # True: times the ratio, so its gradient is right (use_bias
 OBJECTIVE = "clip"  # or "cispo": clipped tokens keep a gradient, weighted by the clipped ratio
 RATIO_LEVEL = "token"  # or "sequence": GSPO, CLIP_LOW 3e-4, _HIGH 4e-4 (importance_sampling_level)
 # Truncated importance sampling corrects for a sampler whose log-probs differ from the trainer's: a
-# token's objective is multiplied by p_trainer / p_sampler, by IS_CAP at most. 0: off
-# (vllm_importance_sampling_cap, vllm_importance_sampling_clip_max).
-IS_CAP = 2.0
+# token's objective is multiplied by p_trainer / p_sampler, by IS_CAP at most.
+IS_CAP = 2.0  # 0: off (vllm_importance_sampling_clip_max)
 # Optimizer updates on each rollout, mu (num_iterations). More reuse the samples, off-policy. With 1
 # only groups of workers, which may be older, can be clipped.
 UPDATES_PER_ROLLOUT = 1
@@ -97,9 +96,7 @@ MAX_GRAD_NORM = 1.0  # a gradient with a larger global norm is scaled down to it
 SEED = 0  # random seed of the order of questions and of sampling
 
 # --- Memory: the largest batches run once at the start, and what does not fit ends the run -------
-# Tokens per forward and backward; fewer save memory; same gradient (per_device_train_batch_size,
-# train_batch_size).
-MICRO_BATCH_TOKENS = 8_192
+MICRO_BATCH_TOKENS = 8_192  # at once; same gradient (per_device_train_batch_size, train_batch_size)
 FUSED_LOSS = False  # True: log-probs by kernels in Triton (grpo_loss_triton.py); NVIDIA only
 GRADIENT_CHECKPOINTING = True  # True: recomputes activations; slower, far less memory
 OFFLOAD_OPTIMIZER = False  # True: master weights, Adam states and the update are in CPU memory

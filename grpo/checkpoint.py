@@ -86,8 +86,6 @@ def delete_older(c, p):
     for path in set(saved) - set(kept):  # later ones are incomplete, or from before a resume
         if step_of(path) not in linked | {p.best}:
             shutil.rmtree(path, ignore_errors=True)  # the new one is complete: the run goes on
-            if path.exists():
-                say(f"the old checkpoint {path} can't be deleted")
         for states in path.glob("trainer/optimizer_*.pt"):  # of the best only the model is kept
             states.unlink()
 

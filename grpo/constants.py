@@ -5,7 +5,6 @@ import ast
 import contextlib
 import copy
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import json
 import math
@@ -47,26 +46,19 @@ def before_torch():
     # On shared cores, threads that spin while they wait made a step 3 to 7 times as long (db870c7).
     # Segments that can grow leave fewer gaps in GPU memory
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    settings = "expandable_segments:True"
-    # By default pinned blocks of RAM are rounded up to powers of two. Unrounded blocks must not be
-    # cached: torch would reuse one that is too small (pytorch #192722). torch 2.11 refuses both
-    if [int(n) for n in importlib.metadata.version("torch").split(".")[:2]] >= [2, 13]:
-        settings += ",pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"
-    settings = os.environ.get("PYTORCH_ALLOC_CONF", settings)
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", settings)
 
 
 # --- The command line -----------------------------------------------------------------
 def begin():
-    """Runs before a script imports torch: refuses Windows and -OO, makes Ctrl-C print one line
+    """Runs before a script imports torch: refuses Windows, makes Ctrl-C print one line
     instead of an import's traceback, escapes characters that stdout's encoding lacks, and keeps the
     script from being imported in processes that a task starts."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     if os.name == "nt":  # no fcntl, no process groups
         raise SystemExit("Windows is not supported: install WSL (wsl --install) and run this there")
-    if sys.flags.optimize > 1:  # usage texts and descriptions of TOOLS are docstrings
-        raise SystemExit("python -OO (PYTHONOPTIMIZE=2) removes docstrings we need: leave it out")
     if sys.platform == "darwin":
         print("running on the Mac's CPU; Macs are untested, so please report what fails")
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would use the GPU, but we do not

@@ -59,16 +59,8 @@ def join_ranks(wait_limit_seconds):
     stand_alone()
     # Longer than a rank waits for the server, as that error explains more
     limit = max(LEAST_SECONDS, wait_limit_seconds + 60)
-    try:
-        with announced("all ranks to start"):
-            deepspeed.init_distributed(timeout=timedelta(seconds=limit))
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise SystemExit(
-            f"MASTER_PORT = {os.environ['MASTER_PORT']} is in use, perhaps by another run on this"
-            " machine: choose another port, as in `deepspeed --master_port 29501 grpo_ref_split.py`"
-        ) from error
+    with announced("all ranks to start"):
+        deepspeed.init_distributed(timeout=timedelta(seconds=limit))
     if (world := dist.get_world_size()) > 1:
         say(f"{world} ranks; the run ends if one of them does not answer for {limit} s")
 

@@ -1,26 +1,17 @@
 """REF_SERVER: the reference is the model of ref_server.py, which scores while a rank samples."""
 
-import contextlib
 import json
-import os
 import queue
-import socket
 from concurrent.futures import Future, wait
-from urllib.parse import urlsplit
 
 import requests
-import torch
 
 from grpo.client import Client
-from grpo.log import in_background, say
+from grpo.log import in_background
 from grpo.waits import Refused, Wait
 from grpo.wire import check_facts, facts_of, pack_ids, unpack_logps
 
 REQUEST_TOKENS = 1 << 16  # about the tokens of one request; a larger group is sent alone
-# (GB, a preset, arguments): from so many GB on, a GPU trains with either, without a server
-LORA = "REF_SERVER=None LORA_RANK=16 LEARNING_RATE=1e-5"
-ALONE = [(83, "presets/3b_1x48gb.py", "REF_SERVER=None"), (23, "presets/3b_1x24gb.py", LORA)]
-ALONE += [(15, "presets/1.5b_1x16gb.py", f"{LORA} MODEL=Qwen/Qwen2.5-1.5B")]
 
 
 class RemoteReference:
@@ -74,13 +65,12 @@ def what_counts(info):
 class ReferenceClient(Client):
     """The client of ref_server.py."""
 
-    command = "python ref_server.py"
+    command = "python ref_server.py"  # or train with REF_SERVER=None
     limit_of_body = "MAX_BODY_BYTES of ref_server.py"
     info = None  # /info's answer, once check() has accepted it
 
     def check(self, c, tokenizer):
         """Raises SystemExit if the reference does not fit the trainer's constants and tokenizer."""
-        self.advise()
         try:
             info = self.read(self.call("GET", "/info"), "model")
         except (requests.RequestException, SystemExit) as error:
@@ -94,25 +84,6 @@ class ReferenceClient(Client):
                 f" {where}, {info['context']} tokens"
             )
         self.info = info
-
-    def advise(self):
-        """Logs what trains without a server, if none answers yet and there is one GPU, which this
-        process has: who starts this script alone would wait in vain."""
-        if "RANK" in os.environ or torch.accelerator.device_count() != 1:
-            return
-        there = urlsplit(self.url)
-        with contextlib.suppress(OSError, ValueError):
-            port = there.port or (443 if there.scheme == "https" else 80)
-            return socket.create_connection((there.hostname, port), 2).close()
-        size = torch.accelerator.get_memory_info()[1] / 1e9
-        for least, preset, arguments in ALONE:
-            if size >= least:
-                return say(
-                    f"no server answers at REF_SERVER = {self.url!r} yet; on this machine's GPU of"
-                    f" {size:.0f} GB these commands train without one:"
-                    f"\n    python grpo_ref_split.py {preset}"
-                    f"\n    python grpo_ref_split.py {arguments}"
-                )
 
     def score(self, groups, temperature):
         """Returns the reference's log-probs (N,) of each group."""

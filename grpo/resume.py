@@ -109,28 +109,12 @@ def lock_run(folder, name=".lock"):
 
 # --- What a run is trained on -----------------------------------------------------------
 def data_of(recipe):
-    """Collective: returns hashes of the prompts' ids and of the task's file, by name. SystemExit if
-    they differ between ranks."""
+    """Collective: returns the hash of the prompts' ids. SystemExit if ranks have others."""
     ids = json.dumps([[index, ids] for index, _, ids in recipe.prompts]).encode()
-    parts = {"prompt_ids": ids, "task_file": getattr(recipe.task, "_grpo_code", b"")}
-    data = {name: hashlib.sha256(part).hexdigest() for name, part in parts.items()}
-    for name, mine in data.items():
-        if len(found := set(gathered(mine))) > 1:
-            raise SystemExit(
-                f"the ranks differ in {name}, {found}: start them all with the same task and data"
-            )
-    return data
-
-
-def log_other_data(progress, before, now):
-    """Logs what has changed since a checkpoint; if it is the prompts, their order begins anew.
-    `before` and `now` are Run.data."""
-    changed = [name for name in now if now[name] != before.get(name, now[name])]
-    if changed:
-        say(f"changed since the checkpoint: {', '.join(changed)}")
-    if "prompt_ids" in changed:
-        say("the prompts' order begins anew")
-        progress.prompts = progress.groups = 0
+    found = gathered(hashlib.sha256(ids).hexdigest())
+    if len(set(found)) > 1:
+        raise SystemExit("the ranks have other prompts: start them all with the same task and data")
+    return found[0]
 
 
 # --- Begin or resume ------------------------------------------------------------------
@@ -148,7 +132,9 @@ def open_run(c, record, engine, data, uses):
         for group in engine.optimizer.param_groups:
             group["weight_decay"] = c.WEIGHT_DECAY
         say(f"the run {progress.name} resumes from {path}")
-        log_other_data(progress, state["data"], data)
+        if state["data"] != data:
+            say("the prompts are others than at the checkpoint: their order begins anew")
+            progress.prompts = progress.groups = 0
         folder.undo(progress.step)
     else:
         name = f"{folder.path.name}-{uuid.uuid4().hex[:8]}"

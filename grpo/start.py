@@ -56,7 +56,7 @@ class Run:
     workers: object  # rank 0's Workers, or NoWorkers
     folder: RunFolder  # RUN_DIR
     clock: Clock  # seconds of the current step, by part
-    data: dict  # resume.data_of: hashes of what it reads
+    data: str  # resume.data_of: the hash of its prompts
     laps: list = field(default_factory=list)  # the clock's, of all steps made
 
     def close(self):

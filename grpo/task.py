@@ -23,7 +23,6 @@ from grpo.constants import real
 from grpo.log import announced, say
 from grpo.rewards import begin_rewards, group_of, values_of
 from grpo.sample import Question
-from tasks.data import each
 
 # The day that a chat template shows by strftime_now, on every machine and in every year: the one to
 # which Llama 3.2's template falls back
@@ -55,9 +54,6 @@ def load_task(name):
         from grpo.options.turns.tools import describe_tools
 
         describe_tools(name, task)
-    with contextlib.suppress(AttributeError, OSError, TypeError):
-        if not hasattr(task, "_grpo_code"):  # the file may change during the run
-            task._grpo_code = Path(task.__file__).read_bytes()
     return task
 
 
@@ -162,8 +158,15 @@ def load_split(c, task, split, tokenizer):
     from grpo.models import config_of
 
     items = load_items(c.TASK, task, split)
-    ids = each(items, lambda item: ids_of(c, task, item, tokenizer), SystemExit)
-    prompts = list(map(Question, range(len(items)), items, ids))
+    prompts, faults = [], []
+    for index, item in enumerate(items):
+        try:
+            prompts.append(Question(index, item, ids_of(c, task, item, tokenizer)))
+        except TaskError as fault:
+            faults.append(f"\n  number {index}: {fault}")
+    if faults:
+        what = f"{len(faults)} of the {len(items)} items of load({split!r}) are wrong: correct them"
+        raise SystemExit("".join([f"{what}, or leave them out", *faults[:3]]))
     lengths = sorted(len(ids) for _, _, ids in prompts)
     rows = getattr(config_of(c.MODEL), "vocab_size", math.inf)
     known, high = [p for p in prompts if max(p.ids) < rows], max(max(p.ids) for p in prompts)

@@ -26,41 +26,20 @@ def records(data, split, config=None):
     return list(datasets.load_dataset(data, config, split=split))
 
 
-def each(items, make, error=ValueError):
-    """Returns [make(item) for each of `items`]. If that fails for any, raises `error` with the
-    number of those, and the first three faults."""
-    made, faults = [], []
-    for number, item in enumerate(items):
-        try:
-            made.append(make(item))
-        except (Exception, SystemExit) as fault:  # noqa: BLE001 (of any kind)
-            faults.append(f"\n  number {number}: {type(fault).__name__}: {fault}")
-    if faults:
-        what = f"{len(faults)} of {len(items)} are wrong: correct them, or leave them out in load()"
-        raise error("".join([what, *faults[:3]]))
-    return made
-
-
 def lines(path):
     """Returns the objects of a JSONL file, one a line, or of a file that is one JSON array."""
-    content = path.read_bytes()  # bytes: an error in the encoding has a line number
+    content, found = path.read_bytes(), []  # bytes: an error in the encoding has a line number
     is_array = content.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
-
-    def read(numbered):
-        number, text = numbered
+    for number, text in enumerate([content] if is_array else content.split(b"\n"), start=1):
         try:
             value = json.loads(text) if text.strip() else []
         except ValueError as error:
             why = f"is not JSON in UTF-8: {error}; parquet, csv: datasets.load_dataset('csv', ...)"
             raise ValueError(f"line {number} of {path} {why}") from error
-        found = value if isinstance(value, list) else [value]
-        for item in found:
+        for item in value if isinstance(value, list) else [value]:
             if not isinstance(item, dict):
                 raise TypeError(f"line {number} of {path}: {item!r:.80} is no object ({{...}})")
-        return found
-
-    texts = [content] if is_array else content.split(b"\n")
-    found = [item for items in each([*enumerate(texts, start=1)], read) for item in items]
+            found.append(item)
     if not found:
         raise ValueError(f"{path} has no records: each of its lines must be an object ({{...}})")
     return found

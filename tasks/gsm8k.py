@@ -6,7 +6,7 @@ Correctness ignores the format, so that accuracy means the same before and after
 """
 
 from tasks.answers import AGAIN, FORMAT, gold_number, is_right
-from tasks.data import each, records
+from tasks.data import records
 
 DATA = "openai/gsm8k"  # on the hub (its config "main"), or a folder with train.jsonl and test.jsonl
 EXAMPLES = []  # (question, answer) turns before the question, if answers never have the format
@@ -21,13 +21,12 @@ OUTCOME = "correctness"  # the reward that decides whether a completion is right
 
 def load(split):
     """Returns the items {"question", "answer": "... #### 18"} of `split`, "train" or "test"."""
-    items = records(DATA, split, "main")
-    each(items, lambda item: gold_number(item["answer"]))
-    return items
+    return records(DATA, split, "main")
 
 
 def messages(item):
-    """Returns the chat that asks the item's question."""
+    """Returns the chat that asks the item's question. ValueError if its answer is no number."""
+    gold_number(item["answer"])  # at the start of a run, of all items
     shown = [turn for pair in EXAMPLES for turn in zip(("user", "assistant"), pair, strict=True)]
     turns = [("system", SYSTEM_PROMPT), *shown, ("user", item["question"])]
     return [{"role": role, "content": text} for role, text in turns]

@@ -27,7 +27,6 @@ TRL's (benchmarks/results/trl_rewards.md), but what functions get differs:
 
 import asyncio
 import inspect
-import numbers
 from concurrent.futures import ThreadPoolExecutor
 
 from tasks.data import records
@@ -73,7 +72,7 @@ def group_rewards(item, completions):
         result = function(**columns, **ignored)
         if inspect.iscoroutine(result):
             result = THREAD.submit(LOOP.run, result).result()
-        found[name] = values_of(name, function, result, number)
+        found[name] = result
     return [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
 
 
@@ -81,19 +80,3 @@ def as_messages(completion):
     """Returns a text, or the texts of several turns, as messages."""
     turns = [completion] if isinstance(completion, str) else completion
     return [{"role": ("assistant", "user")[i % 2], "content": x} for i, x in enumerate(turns)]
-
-
-def values_of(name, function, result, number):
-    """Returns what a function has returned, as a list. TypeError if it does not fit."""
-    try:
-        values = None if isinstance(result, str | dict) else list(result)
-    except TypeError:  # a number, None
-        values = None
-    is_number = lambda x: x is None or isinstance(x, numbers.Real) or getattr(x, "ndim", 1) == 0
-    if values is None or len(values) != number or not all(map(is_number, values)):
-        called = getattr(function, "__name__", type(function).__name__)
-        raise TypeError(
-            f"the reward function {called}() of {name!r} returned {result!r:.500}: it must return a"
-            f" list of {number} values, one for each completion, each a number or None"
-        )
-    return values

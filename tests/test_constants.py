@@ -197,22 +197,6 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
         assert done.returncode and done.stderr.split("\n") == ["", "ended by Ctrl-C", ""], script
 
 
-@pytest.mark.parametrize("version, more", [
-    ("2.11.0+cu130", ""), ("2.13.0", ",pinned_max_round"), ("2.14.0a0+git1", ",pinned_max_round")
-])  # fmt: skip
-def test_the_allocator_gets_what_this_torch_knows(version, more, monkeypatch):
-    """torch 2.11 ends at its first allocation on a GPU if it does not know a setting. What a user
-    has set stays."""
-    monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr(constants.importlib.metadata, "version", {"torch": version}.get)
-    constants.before_torch()
-    found = os.environ["PYTORCH_CUDA_ALLOC_CONF"]
-    assert found.startswith(f"expandable_segments:True{more}") and ("," in found) == bool(more)
-    monkeypatch.setattr(os, "environ", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:99"})
-    constants.before_torch()
-    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:99"
-
-
 # --- Presets --------------------------------------------------------------------------
 def test_each_script_takes_its_constants_of_a_preset(given, tmp_path):
     path = tmp_path / "mine.py"
@@ -260,13 +244,3 @@ def test_constants_cant_be_set_and_a_change_is_a_copy():
     assert (other.GROUP_SIZE, c.GROUP_SIZE, other.STEPS) == (1, 8, c.STEPS)
     given["STOP_STRINGS"].append("b")
     assert c.STOP_STRINGS == ["a"] and vars(settled(trainer.DEFAULTS, {})) == trainer.DEFAULTS
-
-
-@pytest.mark.parametrize("words", [
-    ["grpo_ref_split.py", "-h"], ["ref_server.py", "nothing"], ["-m", "tasks"],
-    ["evaluate.py", "a", "b"],
-])  # fmt: skip
-def test_python_without_docstrings_is_refused_in_a_line(words):
-    ended = python("-OO", *words)
-    assert ended.returncode == 1 and not ended.stdout
-    assert re.fullmatch("python -OO .* leave it out\n", ended.stderr)

@@ -60,7 +60,7 @@ def test_a_second_main_in_a_process_has_nothing_of_the_first(tiny, tmp_path):
     unsaved = presets[1] | {"SAVE_STEPS": 0, "RUN_DIR": str(tmp_path / "unsaved")}
     launch(1, command_of("grpo_ref_split", *presets, unsaved), tmp_path / "log")
     kept = {path.name for path in (tmp_path / "unsaved").iterdir()}
-    assert kept == {".lock", "run.json", "metrics.jsonl", "samples.jsonl"}
+    assert kept == {".lock", ".stopped", "run.json", "metrics.jsonl", "samples.jsonl"}
     uses = [
         json.loads(Path(preset["RUN_DIR"], "run.json").read_text())["uses"] for preset in presets
     ]

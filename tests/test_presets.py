@@ -7,13 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import grpo_ref_split as trainer
 import ref_server
 from grpo.checks import settled
 from grpo.constants import command_line
-from grpo.remote import ReferenceClient
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -88,28 +86,3 @@ def test_a_preset_fits_its_gpus_and_what_saves_memory_is_needed(name):
     expected = [memory.CARDS[gpu], size / 1e9] + [server / 1e9] * (server > 0)
     expected += [memory.in_ram(m) / 1e9] * c.OFFLOAD_OPTIMIZER
     assert [f"{number:.1f}" for number in expected] == re.findall(r"(\d+\.\d) GB", told)
-
-
-def advice(capsys, monkeypatch, gpus, gb):
-    """-> the commands that a trainer logs on such a machine, where no server answers."""
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, int(gb * 1e9)))
-    with pytest.raises(SystemExit, match="REF_SERVER = 'http://127.0.0.1:9' can't be used"):
-        ReferenceClient("http://127.0.0.1:9", 0).check(None, None)
-    return re.findall(r"^    python (.*)$", capsys.readouterr().out, re.MULTILINE)
-
-
-@pytest.mark.parametrize("gb", memory.CARDS.values())
-def test_a_trainer_alone_on_one_gpu_names_two_commands_that_fit_it(gb, capsys, monkeypatch):
-    """A bare `python grpo_ref_split.py` would only wait for a server."""
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.chdir(ROOT)
-    commands = advice(capsys, monkeypatch, 1, gb)
-    assert len(commands) == 2 and "presets/" in commands[0]
-    for command in commands:
-        monkeypatch.setattr(sys, "argv", command.split())
-        c = settled(trainer.DEFAULTS, command_line(trainer.DEFAULTS, trainer.__doc__)[1])
-        m = memory.sizes_of(c.MODEL.removeprefix("Qwen/"), c.LORA_RANK)
-        assert c.REF_SERVER is None
-        assert memory.need(memory.phases_with(m, c, 1))[0] <= (1 - memory.SPARE) * gb * 1e9
-    assert not advice(capsys, monkeypatch, 2, gb) and not advice(capsys, monkeypatch, 1, 14.0)

@@ -5,14 +5,13 @@ A mean over each micro-batch would favour short completions, and change with the
 """
 
 import re
-import socket
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from processes import PATIENCE, kill, launch, start, start_ranks
+from processes import PATIENCE, kill, launch, start_ranks
 
 # Measured in float32 on a CPU: 1.0e-6 at most, over loss types, cuts and ranks.
 TOLERANCE = 1e-5
@@ -40,17 +39,6 @@ def test_the_gradient_is_the_same_however_the_step_is_cut(ranks, tiny, tmp_path)
                 assert value == pytest.approx(first[name], rel=1e-4, abs=1e-6), (cut, name)
         assert 0 < first["clip_ratio/low_mean"] < 1 and first["kl"] > 0
         assert 0 < first["clip_ratio/high_mean"] < 1
-
-
-def test_a_port_that_is_in_use_is_named(tmp_path):
-    """As that of a second `deepspeed` on one machine."""
-    with socket.create_server(("", 0)) as taken:
-        rank_0 = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | {"WORLD_SIZE": "2"}
-        rank_0 |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
-        (script := tmp_path / "join.py").write_text("import grpo.ranks\ngrpo.ranks.join_ranks(9)")
-        process = start([sys.executable, script], log := tmp_path / "log", **rank_0)
-        assert process.wait(PATIENCE)
-    assert f"MASTER_PORT = {rank_0['MASTER_PORT']} is in use" in log.read_text()
 
 
 SCRIPT = """

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tasks.gsm8k import CORRECT, rewards
+from tasks.gsm8k import CORRECT, messages, rewards
 
 
 def correct(gold, completion):
@@ -258,6 +258,8 @@ def test_a_gold_answer_may_be_a_bare_number_and_must_be_a_number():
     for gold in NO_GOLD:
         with pytest.raises(ValueError, match="is not a number: correct the data"):
             correct(f"#### {gold}", f"<answer>{gold}</answer>")
+        with pytest.raises(ValueError, match="is not a number"):  # of all items, at the start
+            messages({"question": "?", "answer": gold})
     for gold in GOLD:
         assert correct(gold, "5"), gold
 

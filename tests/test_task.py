@@ -70,7 +70,7 @@ def test_messages_that_are_no_chat_are_refused(messages, got, tiny):
 
 def test_all_questions_with_a_fault_are_told_at_once(tiny):
     items = [{"question": x} for x in ("a", None, "b", 5, [], {}, b"x")] + [{}, {"question": "c"}]
-    with pytest.raises(SystemExit, match="6 of 9 are wrong: .*leave them out") as error:
+    with pytest.raises(SystemExit, match="6 of the 9 items .*leave them out") as error:
         loaded(tiny, lambda split: items)
     lines = str(error.value).split("\n")
     assert [line.split(":")[0].strip() for line in lines[1:]] == [

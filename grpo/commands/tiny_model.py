@@ -9,7 +9,6 @@ tags but rarely combines them. For another task it learns from right and wrong a
 """
 
 import itertools
-import math
 import random
 import time
 
@@ -80,6 +79,12 @@ def next_token_loss(model, examples):
     return model(input_ids=ids.to(model.device), labels=labels).loss
 
 
+def is_flat(losses, share):
+    """Returns whether, after 100 more steps, these have not lowered the mean loss by `share`."""
+    before = losses[-200:-100]
+    return len(losses) % 100 == 0 < len(before) and sum(losses[-100:]) > (1 - share) * sum(before)
+
+
 def warm_start(folder, task, seed, steps, answer=None, flat=0.0):
     """Trains the tiny model on a task's examples and saves it; returns its context in tokens. Ends
     before `steps` if 100 of them lower the mean loss by less than the share `flat`.
@@ -98,11 +103,8 @@ def warm_start(folder, task, seed, steps, answer=None, flat=0.0):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1, betas=(0.9, 0.99), weight_decay=0.01)
     end, started, losses = [tokenizer.eos_token_id], time.perf_counter(), []
     for step in range(steps):
-        examples = []
-        for item, prompt in draw.choices(pairs, k=32):
-            completion = tokenizer(answer(item, draw))["input_ids"] + end
-            examples.append((prompt + completion, len(prompt)))
-        loss = next_token_loss(model, examples)
+        drawn = [(p, tokenizer(answer(x, draw))["input_ids"]) for x, p in draw.choices(pairs, k=32)]
+        loss = next_token_loss(model, [(prompt + ids + end, len(prompt)) for prompt, ids in drawn])
         if hasattr(task, "drill"):
             drills = tokenizer([task.drill(draw) for _ in range(64)])["input_ids"]
             # a separate batch, as padding drills to the length of examples would double the time
@@ -115,13 +117,11 @@ def warm_start(folder, task, seed, steps, answer=None, flat=0.0):
         optimizer.zero_grad()
         losses.append(loss.item())
         if step % 100 == 99 or step == 9:
-            left = (time.perf_counter() - started) / (step + 1) * (steps - step - 1)
-            print(
-                f"  step {step + 1}/{steps}, loss {losses[-1]:.3f}, {left:.0f} s left", flush=True
-            )
-            before = sum(losses[-200:-100] or [math.inf])
-            if flat and sum(losses[-100:]) > (1 - flat) * before:
-                break
+            done, loss = len(losses), losses[-1]
+            left = (time.perf_counter() - started) / done * (steps - done)
+            print(f"  step {done}/{steps}, loss {loss:.3f}, {left:.0f} s left", flush=True)
+        if flat and is_flat(losses, flat):
+            break
     model.save_pretrained(folder)
     as_umask(folder)
     tokenizer.save_pretrained(folder)

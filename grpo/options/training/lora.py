@@ -90,17 +90,13 @@ class MergedAdapters:
     product, while an adapter needs four more operations. Outside, the model is unchanged:
     its W is never written.
 
-    The object holds copies of all matrices with adapters, in their dtype. If a GPU has less than
-    twice their size free, it holds nothing and changes nothing.
+    The object holds copies of all matrices with adapters, in their dtype.
     """
 
     @torch.no_grad()
     def __init__(self, model):
-        adapted = adapted_layers(model)
         self.layers = []  # (parent, its name for the layer, layer, what is under it, W, merged W)
-        if adapted and not has_room(model, sum(layer.weight.nbytes for *_, layer in adapted)):
-            return
-        for parent, name, layer in adapted:
+        for parent, name, layer in adapted_layers(model):
             base, (adapter,) = layer.base_layer, layer.active_adapters
             a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
             merged = torch.nn.Parameter(merged_weight(base, a, b), requires_grad=False)
@@ -115,14 +111,3 @@ class MergedAdapters:
         for parent, name, layer, base, weight, _ in self.layers:
             base.weight = weight
             setattr(parent, name, layer)
-
-
-def has_room(model, size):
-    """Returns whether the model's device has twice `size` bytes free; the rest is for the KV
-    cache."""
-    device = model.device
-    if device.type == "cpu":
-        return True
-    memory = torch.accelerator
-    cached = memory.memory_reserved(device) - memory.memory_allocated(device)
-    return memory.get_memory_info(device)[0] + cached >= 2 * size

@@ -12,7 +12,8 @@ SHARED += " BASE_BITS RATIO_LEVEL"
 def settings_of(recipe):
     """Returns the settings, as JSON values, that the trainer publishes and workers compare."""
     prompts = json.dumps([[index, ids] for index, _, ids in recipe.prompts]).encode()
-    code = getattr(recipe.task, "_grpo_code", b"")  # its rewards
+    file = getattr(recipe.task, "__file__", None)
+    code = Path(file).read_bytes() if file else b""  # its rewards
     settings = {name: getattr(recipe.c, name) for name in SHARED.split()} | {
         "OUTCOME": recipe.outcome,
         "REWARD_WEIGHTS": recipe.weights,

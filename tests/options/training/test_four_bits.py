@@ -16,7 +16,7 @@ import evaluate
 import grpo_ref_split as trainer
 from grpo.checkpoint import CONSTANTS
 from grpo.checks import settled
-from grpo.commands.merge import bits_of, merge, merge_into
+from grpo.commands.merge import bits_of, merge_into
 from grpo.forward import CompletionModel
 from grpo.models import load_model
 from grpo.options.training.lora import add_adapters
@@ -173,22 +173,6 @@ def test_an_adapter_is_loaded_beside_its_4_bits(adapter, tiny):
     assert bits_of(tiny) == 16
 
 
-def test_merge_says_how_far_the_whole_model_is_from_what_was_trained(adapter, tmp_path, capsys):
-    folder, policy = adapter
-    merge(str(folder), str(tmp_path / "unknown"))
-    assert "samples.jsonl has no answers" in capsys.readouterr().out
-    texts = [policy.tokenizer.decode(ids) for ids in (PROMPT, COMPLETION)]
-    record = json.dumps(dict(zip(("prompt", "completion"), texts, strict=True)))
-    (tmp_path / "run/samples.jsonl").write_text(record + "\n" + record[:9])
-    merge(str(folder), str(tmp_path / "out"))
-    merged = tiny_policy(tmp_path / "out").logps(PROMPT, COMPLETION)
-    trained = policy.logps(PROMPT, COMPLETION)
-    gap = sum(abs(a - b) for a, b in zip(merged, trained, strict=True)) / 4
-    out = capsys.readouterr().out
-    assert gap > 1e-3 and "log-probs of 4 tokens: OUT differs" in out
-    assert f"by {gap:.2g} in the mean" in out
-
-
 def test_evaluate_takes_an_adapter_with_its_4_bit_base(adapter, tiny, tmp_path, monkeypatch):
     seen, make = [], evaluate.make_policy
     noted = lambda c, tokenizer: seen.append((c.BASE_BITS, c.LORA_RANK)) or make(c, tokenizer)
@@ -198,15 +182,6 @@ def test_evaluate_takes_an_adapter_with_its_4_bit_base(adapter, tiny, tmp_path, 
         monkeypatch.setattr(sys, "argv", ["", str(tiny), str(adapter[0]), "even", *out, *more])
         evaluate.main()
     assert seen == [(16, 0), (4, 0), (4, 0), (4, 0)]
-
-
-def test_merge_needs_no_bitsandbytes_to_write_the_model(adapter, tmp_path, monkeypatch, capsys):
-    (tmp_path / "run/samples.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    merge(str(adapter[0]), str(tmp_path / "out"))
-    assert tiny_policy(tmp_path / "out").logps(PROMPT, COMPLETION)
-    out = capsys.readouterr().out
-    assert "could not be compared" in out and "BASE_BITS = 4 needs bitsandbytes" in out
 
 
 def test_a_local_teacher_has_16_bits_also_if_it_is_model(tiny):

@@ -5,15 +5,13 @@ import itertools
 import json
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from fakes import move, tiny_policy
 from families import tiny_model
 
-from grpo.options.training import lora
-from grpo.options.training.lora import MergedAdapters, add_adapters, has_room, merge_adapters
+from grpo.options.training.lora import MergedAdapters, add_adapters, merge_adapters
 from grpo.options.workers.weights import load_weights, trained_weights
 from grpo.policy import Policy
 from grpo.sample import Prompt
@@ -136,19 +134,3 @@ def test_a_stream_leaves_the_model_as_it_is_trained(end, monkeypatch):
     del groups
     gc.collect()
     assert not copies
-
-
-@torch.no_grad()
-def test_a_gpu_without_room_for_a_second_copy_keeps_its_adapters(monkeypatch):
-    model, cuda = with_adapters(tiny_model("qwen2")), SimpleNamespace(device=torch.device("cuda"))
-    for name, value in {"memory_reserved": 50, "memory_allocated": 20}.items():
-        monkeypatch.setattr(torch.accelerator, name, lambda device, value=value: value)
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (100, 1000))
-    assert has_room(cuda, 65) and not has_room(cuda, 66)
-    asked = []
-    monkeypatch.setattr(lora, "has_room", lambda model, size: asked.append(size))
-    before = state_of(model)
-    with MergedAdapters(model):
-        assert_as_before(model, before)
-    linear = [m for m in tiny_model("qwen2").model.layers.modules() if hasattr(m, "in_features")]
-    assert asked == [sum(4 * m.in_features * m.out_features for m in linear)]
