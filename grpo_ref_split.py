@@ -205,16 +205,13 @@ def set_advantages(recipe, groups):
 
 # --- Samples to train: line 6 ----------------------------------------------------------
 def samples_to_train(recipe, groups, step):
-    """Returns (samples, old): the groups' samples, with their weights, and `old` for batch_loss.
-    `step` counts the policy's updates. Truncated samples are left out with MASK_TRUNCATED; they
-    still count in their group's mean and as sequences. Line 6: if a worker or another policy
-    sampled any group, all samples use the sampler's log-probs, as a micro-batch mixes groups."""
-    c, samples = recipe.c, []
-    for group in groups:
-        for sample in group.samples:
-            if not (c.MASK_TRUNCATED and sample.truncated):
-                sample.group, sample.version = group.id, group.version
-                samples.append(sample)
+    """Returns the groups' samples, with their weights and old log-probs. `step` counts the policy's
+    updates. Truncated samples are left out with MASK_TRUNCATED; they still count in their group's
+    mean and as sequences. Line 6: if a worker or another policy sampled any group, all samples use
+    the sampler's log-probs, as a micro-batch mixes groups; else those of the first update."""
+    c = recipe.c
+    by_trainer = all(g.sampler == "trainer" and g.version == step for g in groups)
+    samples = [s for g in groups for s in g.samples if not (c.MASK_TRUNCATED and s.truncated)]
     lengths = torch.tensor([sample.length for sample in samples])
     weights = plain_loss.token_weights(
         lengths,
@@ -224,20 +221,19 @@ def samples_to_train(recipe, groups, step):
         max_completion_tokens=c.MAX_COMPLETION_TOKENS,
     )
     for sample, weight in zip(samples, weights.tolist(), strict=True):
-        sample.weight = weight
-    by_trainer = all(g.sampler == "trainer" and g.version == step for g in groups)
-    return samples, "now" if by_trainer else "sampler"
+        sample.weight, sample.on_policy = weight, sample.group.version == step
+        sample.old_logps = None if by_trainer else sample.of_model(sample.logps)
+        sample.ratio_cap = 0.0 if by_trainer else c.IS_CAP
+    return samples
 
 
 # --- Loss and gradient: line 11 --------------------------------------------------------
-def batch_loss(c, hidden, head, ids, batch, vocab_size, old="now", version=0):
+def batch_loss(c, hidden, head, ids, batch, vocab_size):
     """Returns (loss, stats) of a micro-batch's B samples: their part of the step's loss, a scalar,
     and tensors (N,) with a value per token, by name (grpo/loss.py). N counts the model's tokens,
     which alone are trained.
 
     `hidden` are the states that predict the completions' `ids`, a row per token; `head` is (V', H).
-    `old` names the old log-probs: "now", this update's own; "kept", from the rollout's first
-    update; or "sampler". `version` counts the updates of the weights that are trained.
     """
     if any(s.is_model_token for s in batch):  # the task's tokens pass neither head nor loss
         masks = [torch.tensor(s.is_model_token or [True] * len(s.ids)) for s in batch]
@@ -255,10 +251,10 @@ def batch_loss(c, hidden, head, ids, batch, vocab_size, old="now", version=0):
     settings = {"temperature": c.TEMPERATURE, "vocab_size": vocab_size, "entropy": True}
     logps, entropy = linear_logps(hidden, head, ids, **settings)
     sampler_logps = per_token([s.of_model(s.logps) for s in batch])
-    kept = per_token([s.old_logps for s in batch]) if old == "kept" else None
+    first = batch[0].old_logps is None  # the old log-probs are this update's own
     loss, stats = plain_loss.policy_loss(
         logps,
-        {"now": None, "kept": kept, "sampler": sampler_logps}[old],
+        None if first else per_token([s.old_logps for s in batch]),
         per_token([s.of_model(s.ref_logps) for s in batch]) if c.KL_BETA else None,
         per_token([s.advantage for s in batch]),
         per_token([s.weight for s in batch]),
@@ -269,16 +265,16 @@ def batch_loss(c, hidden, head, ids, batch, vocab_size, old="now", version=0):
         unbiased_kl=c.UNBIASED_KL,
         sampler_logps=sampler_logps,
         is_cap=c.IS_CAP,  # no effect if old and sampler's log-probs are equal; ratio_cap acts then
-        ratio_cap=c.IS_CAP if old == "sampler" else 0.0,
+        ratio_cap=batch[0].ratio_cap,
         sequences=per_token(range(len(batch))) if c.RATIO_LEVEL == "sequence" else None,
     )
     stats |= {"logps": logps.detach(), "entropy": entropy, "sampler_logps": sampler_logps}
-    return loss, stats | {"on_policy": per_token([float(s.version == version) for s in batch])}
+    return loss, stats | {"on_policy": per_token([float(s.on_policy) for s in batch])}
 
 
-def accumulate(run, samples, old, version):
+def accumulate(run, samples):
     """Collective: accumulates the gradient of a step's samples, in micro-batches of at most
-    MICRO_BATCH_TOKENS tokens; returns means over the step's tokens. batch_loss explains the rest.
+    MICRO_BATCH_TOKENS tokens; returns means over the step's tokens.
 
     The token weights already divide by the whole step's counts, and the ranks' gradients are
     summed, not averaged (engine_config). So 1 x 8 micro-batches, 8 x 1 and 2 ranks x 4 give the
@@ -290,13 +286,12 @@ def accumulate(run, samples, old, version):
     for done, (batch, is_filler) in enumerate(rounds, start=1):
         engine.set_gradient_accumulation_boundary(done == len(rounds))
         hidden, ids = engine([s.prompt for s in batch], [s.ids for s in batch])
-        head, whose = engine.module.head, "now" if is_filler else old
-        loss, stats = batch_loss(run.c, hidden, head, ids, batch, vocab, whose, version)
+        loss, stats = batch_loss(run.c, hidden, engine.module.head, ids, batch, vocab)
         if is_filler:
             engine.backward(0 * loss)  # collective
             continue
         means.add(loss, stats)
-        keep_logps(batch, stats["logps"], first=old == "now")  # line 6
+        keep_logps(batch, stats["logps"])  # line 6
         # A loss that is not finite may have a finite gradient: NaN makes all ranks skip the step
         scale = torch.where(loss.detach().isfinite(), 1.0, torch.nan)
         engine.backward(scale * loss)  # collective
@@ -304,16 +299,17 @@ def accumulate(run, samples, old, version):
 
 
 # --- Update: line 11 -------------------------------------------------------------------
-def update(run, samples, step, old):
+def update(run, samples, step):
     """Collective: makes the update of step `step` (from 1) on the samples (line 11); returns
-    metrics. If the gradient is not finite, no weight changes ("skipped"). `old`: see batch_loss."""
+    metrics. If the gradient is not finite, no weight changes ("skipped")."""
     c, rate = run.c, learning_rate(run.c, step)
     limit = out_of_memory_names("MICRO_BATCH_TOKENS", c.MICRO_BATCH_TOKENS)
+    by_workers = any(sample.old_logps is not None for sample in samples)
     with run.clock.part("backward"), cpu_threads(), limit:
-        metrics = accumulate(run, samples, old, version=step - 1)  # collective
+        metrics = accumulate(run, samples)  # collective
     with leaving_evidence(run, step, samples, metrics):  # collective
         rounded = run.engine.module.head is None and run.policy.dtype == "bfloat16"
-        check_sampler(metrics, run.sampler, old == "sampler", rounded)
+        check_sampler(metrics, run.sampler, by_workers, rounded)
     with run.clock.part("step"), cpu_threads():
         taken = take_step(run.engine, rate, c.SEED)  # collective
     metrics = with_kl(metrics, run.reference.info, c.MODEL)  # KL only if it was computed
@@ -347,15 +343,14 @@ def train_on(run, groups, metrics, sampled, taken, last, bar):
     the run's progress is that before the rollout: if it fails, the same prompts come next."""
     c, p, before = run.c, run.progress, run.progress.step
     with ranks.all_or_none():  # collective
-        samples, old = samples_to_train(run.recipe, groups, before)  # line 6
+        samples = samples_to_train(run.recipe, groups, before)  # line 6
         run.folder.log_samples(run, sampled)
     p.idle = 0 if samples else p.idle + 1
     if not samples:
         log_idle(run, metrics, groups)
     updates = min(c.UPDATES_PER_ROLLOUT, last - before) if samples else 1
     for number in range(1, updates + 1):  # line 10
-        trained = update(run, samples, p.step + 1, old) if samples else {}  # collective
-        old = "kept" if old == "now" else old
+        trained = update(run, samples, p.step + 1) if samples else {}  # collective
         p.step += 1  # after line 11: a checkpoint has the number of steps that were made
         if number == 1:
             p.prompts, p.groups = p.prompts + taken, p.groups + metrics["groups_sampled"]

@@ -14,7 +14,7 @@ from grpo.engine import cpu_threads
 from grpo.log import announced
 from grpo.packing import pack_by_tokens, sizes_of
 from grpo.ranks import all_or_none
-from grpo.sample import Sample
+from grpo.sample import Group, Sample
 from grpo.sampler import draw
 
 
@@ -65,7 +65,7 @@ def train_longest(c, policy, engine, batch_loss, prompt):
     batches = [largest_batch(c, prompt, model.packs, length) for length in completion_lengths(c)]
     for batch in (batches[0][:1], *batches):
         hidden, ids = engine([s.prompt for s in batch], [s.ids for s in batch])
-        loss, _ = batch_loss(c, hidden, model.head, ids, batch, policy.vocab_size, old="kept")
+        loss, _ = batch_loss(c, hidden, model.head, ids, batch, policy.vocab_size)
         engine.backward(0 * loss)  # collective
     optimizer.micro_step_id = before  # else offload adds to what this has left in RAM
     for sums in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
@@ -87,5 +87,5 @@ def largest_batch(c, prompt, packs, completion):
     number = len(pack_by_tokens(sizes, c.MICRO_BATCH_TOKENS)[0])
     logps = [-1.0] * completion
     others = {"ref_logps": logps, "old_logps": logps, "advantage": 1.0, "weight": 1e-3}
-    ids = [1] * completion
-    return [Sample(ids, logps, prompt=prompt, **others) for prompt in prompts[:number]]
+    samples = [Sample([1] * completion, logps, **others) for _ in range(number)]
+    return [Group(-1, None, p, [s]).samples[0] for s, p in zip(samples, prompts, strict=False)]

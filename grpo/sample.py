@@ -7,7 +7,7 @@ unless a comment states otherwise. Between processes groups have another form (g
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -37,18 +37,22 @@ class Sample:
     is_model_token: list[bool] | None = None  # False: the task added the id (turns); None: all True
     text: str | list[str] | None = None  # as the task sees it; a list of turns: model, task, ...
     tool_calls: tuple = (0, 0)  # of TOOLS: made, failed
-    prompt: list[int] | None = None  # ids; the samples of a group share the list
+    group: object = field(default=None, repr=False, compare=False)  # its Group
     environment: object = None  # what its environment returned as its rewards
     rewards: dict | None = None  # floats by name; NaN: does not apply
     total: float = math.nan  # weighted sum of the rewards that apply
     ref_logps: list[float] | None = None  # of the reference; None if KL_BETA is 0
     advantage: float = 0.0
     weight: float = 0.0  # in the step's loss, of each token that the model wrote
-    version: int = 0  # the number of steps that the policy had made when it sampled this
-    group: str = ""  # its group's id
+    on_policy: bool = False  # whether the weights that sampled it are those that are trained
+    ratio_cap: float = 0.0  # of policy_loss: IS_CAP if old_logps are the sampler's
     # Of the tokens that the model wrote, in the last update (None: on another rank)
     trainer_logps: list[float] | None = None
-    old_logps: list[float] | None = None  # the same, in the first update on the rollout
+    old_logps: list[float] | None = None  # the same, in the rollout's first; or the sampler's
+
+    @property
+    def prompt(self):
+        return self.group.prompt
 
     @property
     def length(self):
@@ -79,7 +83,7 @@ class Group:
 
     def __post_init__(self):
         for sample in self.samples:
-            sample.prompt = self.prompt
+            sample.group = self
 
     @property
     def ids(self):
@@ -93,11 +97,10 @@ class Group:
             sample.ref_logps = part.tolist()
 
 
-def keep_logps(batch, logps, *, first):
-    """Keeps the trainer's log-probs (N,) of a micro-batch's samples; in a rollout's `first` update
-    also as the old ones of its next updates."""
+def keep_logps(batch, logps):
+    """Keeps the trainer's log-probs (N,) of a micro-batch's samples, after an update; those of the
+    first are the old ones of a rollout's next updates, unless the sampler's are."""
     parts = logps.cpu().split([sample.length for sample in batch])
     for sample, part in zip(batch, parts, strict=True):
-        sample.trainer_logps = part.tolist()
-        if first:
-            sample.old_logps = sample.trainer_logps
+        sample.trainer_logps, sample.on_policy = part.tolist(), False
+        sample.old_logps = sample.old_logps or sample.trainer_logps

@@ -22,7 +22,7 @@ from grpo.loss import linear_logps, token_weights
 from grpo.metrics import Clock
 from grpo.policy import load_policy
 from grpo.ranks import join_ranks
-from grpo.sample import Sample
+from grpo.sample import Group, Sample
 
 BUDGETS = {"one batch": 10**6, "some": 60, "a row each": 1}
 
@@ -46,7 +46,8 @@ def make_rows(policy, loss_type):
         names = ("ref_logps", "old_logps", "logps")
         noisy = dict(zip(names, (logps + noise).tolist(), strict=True))
         advantage = (-1.0) ** i * (1 + i)
-        rows.append(Sample(completion, prompt=prompt, advantage=advantage, **noisy))
+        rows.append(Sample(completion, advantage=advantage, **noisy))
+        Group(i, None, prompt, rows[-1:])
     lengths = torch.tensor([len(row.ids) for row in rows])
     sizes = {"sequences": 7, "tokens": int(lengths.sum()), "max_completion_tokens": 32}
     weights = token_weights(lengths, loss_type=loss_type, **sizes)
@@ -62,7 +63,7 @@ def plain_gradient(policy, rows):
     model.packs = False
     hidden, ids = model([row.prompt for row in rows], [row.ids for row in rows])
     with mock.patch.object(trainer.chunked, "linear_logps", linear_logps):
-        loss, _ = trainer.batch_loss(c, hidden, model.head, ids, rows, policy.vocab_size, "kept")
+        loss, _ = trainer.batch_loss(c, hidden, model.head, ids, rows, policy.vocab_size)
     gradient = torch.autograd.grad(loss, list(policy.model.parameters()))
     return torch.cat([g.flatten() for g in gradient])
 
@@ -77,7 +78,7 @@ def bad_steps(engine, policy):
         before = [p.clone() for p in policy.model.parameters()]
         run = SimpleNamespace(engine=engine, policy=policy, sampler=policy, c=c, clock=Clock())
         run.reference = SimpleNamespace(info={"model": c.MODEL})
-        metrics = trainer.update(run, rows, 100, "kept")
+        metrics = trainer.update(run, rows, 100)
         pairs = zip(before, policy.model.parameters(), strict=True)
         result.append((metrics["skipped"], any(bool((a != b).any()) for a, b in pairs)))
     return result
@@ -112,7 +113,7 @@ def main(model, out):
         for name, budget in BUDGETS.items():
             rows = make_rows(policy, loss_type)
             run.c = c.but(MICRO_BATCH_TOKENS=budget)
-            metrics = trainer.accumulate(run, rows, "kept", 99)
+            metrics = trainer.accumulate(run, rows)
             gradient = [safe_get_full_grad(p).flatten() for p in policy.model.parameters()]
             result[loss_type, name] = torch.cat(gradient)
             result[loss_type, name, "metrics"] = metrics

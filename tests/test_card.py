@@ -16,7 +16,7 @@ from grpo import rehearsal
 from grpo.chunked import linear_logps
 from grpo.forward import CompletionModel
 from grpo.options.sampling.float32_head import float32_logits
-from grpo.sample import Sample
+from grpo.sample import Group, Sample
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +33,7 @@ def gradient_of(model, fused, checkpointing):
         numbers = lambda length=length: (torch.rand(length, generator=draw) - 5).tolist()
         ids = torch.randint(100, (length,), generator=draw).tolist()
         more = {"ref_logps": numbers(), "advantage": 1.0 - 0.5 * length % 3, "weight": 0.1}
-        batch.append(Sample(ids, numbers(), prompt=prompt, **more))
+        batch += Group(0, None, prompt, [Sample(ids, numbers(), **more)]).samples
     hidden, ids = ours([s.prompt for s in batch], [s.ids for s in batch])
     c = a_recipe(FUSED_LOSS=fused, KL_BETA=0.04).c
     trainer.batch_loss(c, hidden, ours.head, ids, batch, 110)[0].backward()

@@ -116,7 +116,7 @@ def test_the_place_in_the_data_moves_with_the_first_update_on_a_rollout(alone, m
     run.folder = SimpleNamespace(log_samples=lambda *_: None, log=lambda *_: None)
     for name in ("show", "check_update"):
         monkeypatch.setattr(trainer, name, lambda *_: None)
-    monkeypatch.setattr(trainer, "samples_to_train", lambda *_: (["a sample"], "now"))
+    monkeypatch.setattr(trainer, "samples_to_train", lambda *_: ["a sample"])
     monkeypatch.setattr(trainer, "update", lambda *_: next(made))
     with pytest.raises(StopIteration):
         trainer.train_on(run, [], {"groups_sampled": 7}, [], 6, 99, None)

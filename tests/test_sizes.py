@@ -63,8 +63,7 @@ def train_longest(c, policy, model):
     for completion in rehearsal.completion_lengths(c):
         batch = rehearsal.largest_batch(c, c.MAX_PROMPT_TOKENS, model.packs, completion)
         hidden, ids = model([s.prompt for s in batch], [s.ids for s in batch])
-        settings = {"vocab_size": policy.vocab_size, "old": "kept"}
-        trainer.batch_loss(c, hidden, model.head, ids, batch, **settings)[0].backward()
+        trainer.batch_loss(c, hidden, model.head, ids, batch, policy.vocab_size)[0].backward()
         hidden = ids = None
 
 
@@ -164,7 +163,7 @@ def test_out_of_memory_later_names_the_constant(alone, tiny, monkeypatch):
     monkeypatch.setattr(trainer, "accumulate", fail)
     run = SimpleNamespace(c=memory.shipped(8, 16, MICRO_BATCH_TOKENS=4096), clock=Clock())
     with pytest.raises(SystemExit, match=r"MICRO_BATCH_TOKENS = 4096 .*2 GiB"):
-        trainer.update(run, [], 1, "now")
+        trainer.update(run, [], 1)
     prompts = (fail() for _ in range(1))
     groups = tiny_policy(tiny).stream(prompts, seed=0, max_sequences=32,
                                       group_size=4, max_new_tokens=8, temperature=1.0)  # fmt: skip

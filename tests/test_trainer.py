@@ -25,7 +25,7 @@ MIXED = [[1.0, -1.0], [-1.0, -1.0]]
 def rows_of(*groups, step=0, **constants):
     recipe = a_recipe(**constants)
     trainer.set_advantages(recipe, groups)
-    return trainer.samples_to_train(recipe, groups, step)[0]
+    return trainer.samples_to_train(recipe, groups, step)
 
 
 def advantages_of(group, **constants):
@@ -82,13 +82,13 @@ def test_whose_log_probs_are_the_old_ones():
     ours, old = a_group(MIXED, version=5), a_group(MIXED, version=4)
     theirs = a_group(MIXED, version=5, sampler="worker")
 
-    rows, old_ones = trainer.samples_to_train(a_recipe(), [ours, ours], 5)
-    assert old_ones == "now" and [row.version for row in rows] == [5] * 4
+    rows = trainer.samples_to_train(a_recipe(), [ours, ours], 5)
+    assert all(row.on_policy and row.old_logps is None and not row.ratio_cap for row in rows)
     for other in (old, theirs):
         for groups in ([ours, other], [other, ours]):
-            rows, old_ones = trainer.samples_to_train(a_recipe(), groups, 5)
-            assert old_ones == "sampler"
-            assert sum(row.version == 5 for row in rows) == (2 if other is old else 4)
+            rows = trainer.samples_to_train(a_recipe(), groups, 5)
+            assert all(row.old_logps == row.logps and row.ratio_cap == 2.0 for row in rows)
+            assert sum(row.on_policy for row in rows) == (2 if other is old else 4)
 
 
 # --- The update ----------------------------------------------------------------------
@@ -105,8 +105,8 @@ def test_backward_and_optimiser_have_the_ranks_share_of_the_cores(monkeypatch):
     run.reference = SimpleNamespace(info={"model": "tiny"})
     checks = []
     monkeypatch.setattr(trainer, "check_sampler", lambda *given: checks.append(given[2]))
-    for old in ("now", "sampler"):
-        trainer.update(run, [], 1, old)
+    for old in (None, [-1.0]):
+        trainer.update(run, [SimpleNamespace(old_logps=old)], 1)
     assert seen == [before + 1] * 4 and torch.get_num_threads() == before
     assert checks == [False, True]  # a worker may sample in bfloat16
 
@@ -176,11 +176,11 @@ def first_update(policy, sampler, *, temperature=1.0, noise=0.0):
     return metrics
 
 
-def loss_of(policy, rows, old="now", **constants):
+def loss_of(policy, rows, **constants):
     model = CompletionModel(policy.model)
     hidden, ids = model([row.prompt for row in rows], [row.ids for row in rows])
     c = a_recipe(**constants).c
-    return trainer.batch_loss(c, hidden, model.head, ids, rows, policy.vocab_size, old)
+    return trainer.batch_loss(c, hidden, model.head, ids, rows, policy.vocab_size)
 
 
 def means_of(loss, stats):
@@ -221,14 +221,17 @@ def test_old_log_probs_are_those_of_the_first_update_and_get_no_gradient(tiny, a
     assert abs(loss.item()) < 1e-6  # the advantages sum to 0, and each sequence weighs the same
     gradient = torch.autograd.grad(loss, list(policy.model.parameters()))
     assert sum(g.norm() for g in gradient) > 1e-3  # and yet it learns: exp(logp - detached)
-    keep_logps(rows, stats["logps"], first=True)
+    keep_logps(rows, stats["logps"])
+    assert not any(row.on_policy for row in rows)
     assert [p for row in rows for p in row.old_logps] == stats["logps"].tolist()
     move(policy.model, 0.05)
-    ratios = [means_of(*loss_of(policy, rows, old, **own))["ratio"] for old in ("now", "kept")]
-    assert ratios[0] == 1 and abs(ratios[1] - 1) > 1e-3
-    rows[0].old_logps = None  # the first update was another rank's
+    loss, stats = loss_of(policy, rows, **own)
+    assert abs(means_of(loss, stats)["ratio"] - 1) > 1e-3
+    keep_logps(rows, stats["logps"])  # the old ones stay
+    assert means_of(*loss_of(policy, rows, **own))["ratio"] == means_of(loss, stats)["ratio"]
+    rows[1].old_logps = None  # the first update was another rank's
     with pytest.raises((TypeError, RuntimeError)):  # torch's
-        loss_of(policy, rows, "kept", **own)
+        loss_of(policy, rows, **own)
 
 
 def test_a_workers_tokens_are_bounded_where_their_probability_grew_too_much(tiny, alone):
@@ -239,7 +242,7 @@ def test_a_workers_tokens_are_bounded_where_their_probability_grew_too_much(tiny
         sample.logps = [p - 20 for p in sample.logps]  # ratios of e^10 and more
 
     rows = rows_of(group, KL_BETA=0)
-    loss, stats = loss_of(policy, rows, "sampler", KL_BETA=0)
+    loss, stats = loss_of(policy, rows, KL_BETA=0)
     assert means_of(loss, stats)["sampler_ratio_max"] > 1e4
     slope = sum(g.norm() for g in torch.autograd.grad(loss, list(policy.model.parameters())))
     # Their log-probs are the old ones: the ratio is cut at 1.2 for A > 0, at IS_CAP for A < 0, and

@@ -7,7 +7,6 @@ docs/troubleshooting.md compares them. A group's id names its worker.
 """
 
 import os
-from dataclasses import asdict
 
 import torch.distributed as dist
 
@@ -31,7 +30,10 @@ def keep_evidence(run, step, samples, metrics, why):
             samples[number].trainer_logps = logps
     path = run.folder.path / f"bad_step_{step:06d}.json"
     record = {"step": step, "why": str(why), "metrics": metrics}
-    record["samples"] = [asdict(s) | {"trainer_logps": per_id(s)} for s in samples]
+    of_group = lambda g: {"group": g.id, "version": g.version, "prompt": g.prompt}
+    record["samples"] = [
+        vars(s) | of_group(s.group) | {"trainer_logps": per_id(s)} for s in samples
+    ]
     try:
         if dist.get_rank() == 0:
             path.unlink(missing_ok=True)  # of an earlier start

@@ -19,7 +19,7 @@ from grpo.proof import NOISE, check_gap, check_sampler
 from grpo.ranks import RunFailed
 from grpo.report import RunFolder, check_update, leaving_evidence
 from grpo.resume import Progress
-from grpo.sample import Sample, keep_logps
+from grpo.sample import Group, Sample, keep_logps
 
 CONSTANTS = {"GROUP_SIZE": 4, "MAX_COMPLETION_TOKENS": 48, "KL_BETA": 0}
 PROMPTS = [(i, {}, [5 + i, 6, 7, 8, 9, 10, 11, 12]) for i in range(16)]
@@ -31,7 +31,7 @@ def samples_of(sampler, prompts=PROMPTS, **constants):
     recipe = a_recipe(task=TASK, **CONSTANTS | constants)
     groups = sampled(sampler, recipe, prompts)
     trainer.set_advantages(recipe, groups)
-    return trainer.samples_to_train(recipe, groups, 0)[0]
+    return trainer.samples_to_train(recipe, groups, 0)
 
 
 def updated(policy, samples, **constants):
@@ -41,7 +41,7 @@ def updated(policy, samples, **constants):
     loss, stats = trainer.batch_loss(c, hidden, model.head, ids, samples, policy.vocab_size)
     means = TokenStats("cpu")
     means.add(loss, stats)
-    keep_logps(samples, stats["logps"], first=True)
+    keep_logps(samples, stats["logps"])
     return means.over_ranks()
 
 
@@ -123,7 +123,8 @@ def test_steps_that_are_not_finite_are_kept_and_end_the_run_if_they_follow_each_
 ):
     policy = tiny_policy(tiny)
     run, metrics = a_run(policy, tmp_path, IDLE_LIMIT=3), {"loss": math.nan, "grad_norm": math.inf}
-    samples = [Sample([7, 8, 9], [-1.0, -2.0, -3.0], version=2), Sample([7], [-1.0], version=1)]
+    samples = [Sample([7, 8, 9], [-1.0, -2.0, -3.0]), Sample([7], [-1.0])]
+    Group(0, None, [5], samples)
     samples[0].trainer_logps, samples[1].trainer_logps = [-1.0, math.nan, -3.5], [math.inf]
     for run.progress.step in range(1, 5):
         if run.progress.step == 3:
@@ -154,7 +155,9 @@ def test_two_ranks_leave_one_file_with_the_log_probs_of_both(tiny, tmp_path, mon
     run = a_run(policy, tmp_path)
 
     def of_rank(rank):
-        samples = [Sample([7 + i, 8], [-1.0, -1.0], group=f"group {i}") for i in range(5)]
+        samples = [Sample([7 + i, 8], [-1.0, -1.0]) for i in range(5)]
+        for i, sample in enumerate(samples):
+            Group(i, None, [5], [sample], id=f"group {i}")
         for number in range(rank, 5, 2):
             samples[number].trainer_logps = [-1.0, -1.0 - number]
         return failed(run, samples, {"loss": 0.0}, lambda: check_gap(1.0, 0.1, "they differ"))

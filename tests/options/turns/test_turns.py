@@ -304,7 +304,7 @@ def test_the_tasks_tokens_are_not_trained_and_count_nowhere(group, policy, loss_
     talk.logps = [p if of_model else math.nan for p, of_model in pairs]  # must not matter
     group.take_ref_logps(torch.full((len(group.ids),), -2.0))
     trainer.set_advantages(recipe, [group])
-    rows, _ = trainer.samples_to_train(recipe, [group], 0)
+    rows = trainer.samples_to_train(recipe, [group], 0)
     counts = [sample.length for sample in group.samples]
     tokens = {"grpo": [2 * n for n in counts], "dapo": [sum(counts)] * 2}[loss_type]
     assert [1 / row.weight for row in rows] == pytest.approx(tokens)
