@@ -31,7 +31,7 @@ from grpo.ranks import RunFailed, all_or_none, any_rank, gathered
 from grpo.report import naming_run_dir
 
 DRAFT = ".unfinished"
-FORMAT = 2  # of a checkpoint; those of other formats are refused
+FORMAT = 3  # of a checkpoint; those of other formats are refused
 CONSTANTS = "grpo_split.json"  # a run's, beside its model; evaluate.py reads them
 STATE_BYTES = 12  # of a trained parameter: master weight and Adam's two moments, in float32
 
@@ -93,13 +93,12 @@ def delete_older(c, p):
 def check_disk(c, model):
     """Logs the disk space that checkpoints need. Raises SystemExit if the next one has no room."""
     if not c.SAVE_STEPS:
-        return say("SAVE_STEPS = 0: no checkpoint is saved, not even at the end")
+        return
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = sum(p.nbytes for p in (trained if c.LORA_RANK else model.parameters()))
     size = weights + STATE_BYTES * sum(p.numel() for p in trained)
-    most = size * (c.KEEP_CHECKPOINTS + 1) + weights
     free = shutil.disk_usage(c.RUN_DIR).free
-    needs = f"a checkpoint takes {size / 1e9:.3g} GB, all of them at most {most / 1e9:.3g} GB"
+    needs = f"a checkpoint takes {size / 1e9:.3g} GB"
     if size > free:
         raise SystemExit(
             f"{needs}, but the disk of RUN_DIR = {c.RUN_DIR!r} has {free / 1e9:.3g} GB free: delete"
@@ -198,9 +197,8 @@ def newest(folder):
     """Collective: returns (path, state) of the newest complete checkpoint, or (None, None) if there
     is none at all. Raises SystemExit if there are checkpoints but none is complete: a run must not
     start over because a disk is damaged."""
-    if dist.get_rank() == 0 and (draft := Path(folder, DRAFT)).exists():
-        say(f"{folder}: the run ended while it was saving a checkpoint, whose files are deleted")
-        shutil.rmtree(draft, ignore_errors=True)
+    if dist.get_rank() == 0:
+        shutil.rmtree(Path(folder, DRAFT), ignore_errors=True)  # of a run that ended while it saved
     fault = None
     for path in reversed(gathered(saved_in(folder))[0]):
         states, faults = zip(*gathered(examine(path)), strict=True)

@@ -52,8 +52,6 @@ RELATIONS = [  # (constant, what it must be, whether it is), of constants of the
      lambda c: c.BASE_BITS == 16 or importlib.util.find_spec("bitsandbytes")),
     ("SAMPLER", "'torch' with BASE_BITS = 4, as vLLM would sample with other weights",
      lambda c: c.BASE_BITS == 16 or c.SAMPLER == "torch"),
-    ("OFFLOAD_OPTIMIZER", "False with BASE_BITS = 4, as the adapters' optimizer is small",
-     lambda c: c.BASE_BITS == 16 or not c.OFFLOAD_OPTIMIZER),
     ("SAMPLE_BATCH", "GROUP_SIZE or more, as a group is sampled as a whole",
      lambda c: c.SAMPLE_BATCH >= c.GROUP_SIZE),
     ("TEMPERATURE", "above 0: at 0 all completions of a group are equal",
@@ -70,7 +68,6 @@ RELATIONS = [  # (constant, what it must be, whether it is), of constants of the
      lambda c: c.RATIO_LEVEL == "token" or not c.PUBLISH_STEPS or c.DTYPE == "float32"),
     ("REFERENCE", "None with a server, whose MODEL is the reference; or set REF_SERVER = None",
      lambda c: c.REF_SERVER is None or c.REFERENCE is None),
-    ("REFERENCE", "None if KL_BETA = 0: it is unused", lambda c: c.KL_BETA > 0 or not c.REFERENCE),
 ]  # fmt: skip
 
 

@@ -94,11 +94,6 @@ def command_line(defaults, doc, roles=()):
 def fault_of(name):
     """Returns what is wrong with a model's name that looks like a folder; "" if nothing is."""
     folder = Path(name)
-    try:
-        for file in filter(Path.is_file, folder.iterdir() if folder.is_dir() else ()):
-            file.open("rb").close()
-    except PermissionError as error:
-        return f"{error.filename} can't be read by this user: its owner can chmod -R a+rX"
     if Path(folder, "run.json").exists():
         return f"it is the RUN_DIR of a run: name a model in it, such as {folder / 'final'}"
     if folder.is_file():
@@ -106,9 +101,6 @@ def fault_of(name):
     if folder.is_dir():
         named = any(Path(folder, f"{kind}config.json").exists() for kind in ("", "adapter_"))
         return code_of(folder) if named else "the folder has no config.json"
-    if folder.name == "best" and folder.parent.is_dir():
-        final = folder.parent / "final"
-        return f"that run has no best checkpoint: name another, such as {final}"
     # A hub's name is NAME or OWNER/NAME
     path = name.count("/") > 1 or name[0] in "./~" or name.startswith("runs/")
     return f"there is no folder {folder.absolute()}" if path else ""
@@ -129,8 +121,6 @@ def code_of(folder):
 
 def is_same(name, one, other):
     """Returns whether two values of the constant `name` are equal, or spell one folder or file."""
-    if name == "TASK":  # a name in tasks/, or a path
-        one, other = (x if x.endswith(".py") else ROOT / "tasks" / f"{x}.py" for x in (one, other))
     place = lambda path: os.path.realpath(os.path.expanduser(path))
     spelled = name in ("MODEL", "TASK", "REFERENCE", "RUN_DIR") and one and other
     return one == other or bool(spelled and place(one) == place(other))

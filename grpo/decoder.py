@@ -25,8 +25,6 @@ def make_decoder(model):
 class CachedDecoder:
     """transformers' KV cache, with a prompt's part repeated for each of its sequences."""
 
-    cost = ""
-
     def __init__(self, model):
         self.model = model
         self.cache = self.mask = self.positions = None

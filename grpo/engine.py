@@ -7,7 +7,6 @@ import torch
 
 from grpo.forward import CompletionModel
 from grpo.log import say
-from grpo.ranks import gathered
 
 BUCKET = 50_000_000  # parameters whose gradients are reduced together
 
@@ -19,11 +18,7 @@ def make_engine(c, policy):
 
     on_gpu = policy.model.device.type != "cpu"
     model = CompletionModel(policy.model, gradient_checkpointing=c.GRADIENT_CHECKPOINTING)
-    # We use only what the models of all ranks can do: all must plan the same micro-batches
-    abilities = model.packs, model.separable, model.notes
-    packs, separable, notes = zip(*gathered(abilities), strict=True)
-    model.packs, model.separable = all(packs), all(separable)
-    for note in sorted(set().union(*notes)):
+    for note in model.notes:
         say(note)
     optimizer = torch.optim.AdamW(  # 1711.05101
         [p for p in policy.model.parameters() if p.requires_grad],
@@ -113,9 +108,10 @@ def training_threads():
         return torch.get_num_threads()
     # Set by deepspeed, or torchrun. If each rank took all cores, a step would take twice the time
     ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
-    # macOS binds no cores
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, cores // ranks)
+    bound = getattr(
+        os, "sched_getaffinity", lambda _: range(os.cpu_count())
+    )  # macOS binds no cores
+    return max(1, len(bound(0)) // ranks)
 
 
 @contextlib.contextmanager

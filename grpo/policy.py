@@ -58,8 +58,7 @@ class Policy:
 
     def describe(self, c):
         """Returns what samples, as a text."""
-        decoder = make_decoder(self.model)
-        return f"torch, {type(decoder).__name__}{decoder.cost}"
+        return f"torch, {type(make_decoder(self.model)).__name__}"
 
     @contextlib.contextmanager
     def as_sampler(self):

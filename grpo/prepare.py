@@ -70,8 +70,7 @@ def preview(recipe, tokenizer, number):
     say(f"REWARD_WEIGHTS = {recipe.weights}; OUTCOME = {recipe.outcome!r}, above 0 if right")
     for index, item, ids in recipe.prompts[:number]:
         text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        how = "" if tokenizer.chat_template else " (it has no chat template: texts are joined)"
-        say(f"prompt {index} as {c.MODEL} sees it, {len(ids)} tokens{how}:\n{text}")
+        say(f"prompt {index} as {c.MODEL} sees it, {len(ids)} tokens:\n{text}")
         for message in load_chat(c.TASK, recipe.task, item):
             if "".join(message["content"].split()) not in "".join(text.split()):
                 say(f"the chat template loses or changes the {message['role']} message")
@@ -103,7 +102,6 @@ def check_gold(recipe, item, tokenizer, opening):
     must = f"return a right completion, one whose reward {recipe.outcome!r} (OUTCOME) is above 0"
     text = gold_of(recipe, item, must, or_none=True)
     if text is None:
-        say("gold() has no answer to this question")
         return {}
     if recipe.has_turns:
         begins, said = True, []
@@ -116,8 +114,7 @@ def check_gold(recipe, item, tokenizer, opening):
         text = as_seen(opening, text)
     rewards = show_rewards(recipe, item, f"the gold answer {text!r:.200}", text)
     if gold and rewards[recipe.outcome] <= 0:  # NaN (does not apply) is not wrong
-        after = f", with {opening!r} from the prompt" * bool(opening)
-        got = f"returned {text!r:.500}, which earns {rewards}{after}"
+        got = f"returned {text!r:.500}, which earns {rewards}"
         raise TaskError(c.TASK, f"gold({item!r:.500})", got, must)
     return rewards
 

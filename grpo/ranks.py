@@ -19,21 +19,14 @@ from grpo.log import announced, say
 from grpo.models import own_device
 from grpo.stop import end_with_parent
 
-# Variables that give a process its rank and the address of rank 0
-NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LEAST_SECONDS = 1800  # the least time limit: a single rank may sample, evaluate or save for long
 
 
 # --- A process becomes a rank ---------------------------------------------------------
 def stand_alone():
     """Makes a process that no launcher has started the only rank; otherwise DeepSpeed would look
-    for MPI. Raises SystemExit if it has a rank, but not all that it needs to find the others."""
+    for MPI."""
     if "RANK" in os.environ:
-        if missing := [name for name in NEEDED if name not in os.environ]:
-            raise SystemExit(
-                f"a process of several needs the environment variables {', '.join(missing)}:"
-                " start all with deepspeed or torchrun, or with srun as in docs/several_machines.md"
-            )
         return
     # MASTER_PORT 0: the system picks a free one
     only = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}

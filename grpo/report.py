@@ -1,5 +1,4 @@
-"""Reports metrics and samples: in RUN_DIR, by the progress bar, in a model card; RunFolder gives
-each record to the reporters, too (REPORT_TO, reporters.py)."""
+"""Reports metrics and samples: in RUN_DIR, by the progress bar, and to REPORT_TO's reporters."""
 
 import contextlib
 import functools
@@ -235,9 +234,8 @@ def commit():
     """Returns the version of the code: the commit of the git checkout, and if it has changes."""
     git = ["git", f"--git-dir={ROOT}/.git", f"--work-tree={ROOT}"]  # not a repository around ours
     git += ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        found = subprocess.check_output(git, stderr=subprocess.DEVNULL, text=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return "not a git checkout"
-    code, _, dirty = found.strip().partition("-")
-    return f"commit `{code}`" + ", with changes that are not committed" * bool(dirty)
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(
+            git, stderr=subprocess.DEVNULL, text=True, timeout=10
+        ).strip()
+    return "not a git checkout"

@@ -33,8 +33,7 @@ class Progress:
 
     name: str  # of the run: its folder's name and a random suffix
     step: int = 0  # steps made
-    evaluated: int | None = None  # the step of the last evaluation,
-    accuracy: float | None = None  # and its result
+    evaluated: int | None = None  # the step of the last evaluation
     saved: int | None = None  # the step of the last checkpoint
     best: int | None = None  # the step of the best evaluation, from the first update on
     best_accuracy: float | None = None  # its result, or that of step 0 if none was better
@@ -52,7 +51,7 @@ class Progress:
     def take_evaluation(self, accuracy):
         """Records this step's evaluation. Ties go to the earlier checkpoint. An evaluation of step
         0 is of MODEL itself, which needs no checkpoint."""
-        self.accuracy, self.evaluated = accuracy, self.step
+        self.evaluated = self.step
         least = -1.0 if self.best_accuracy is None else self.best_accuracy
         if accuracy is not None and accuracy > least:
             self.best_accuracy, self.best = accuracy, self.step or None
@@ -140,9 +139,6 @@ def open_run(c, record, engine, data, uses):
         name = f"{folder.path.name}-{uuid.uuid4().hex[:8]}"
         progress = Progress(gathered(name)[0])
         folder.set_aside()
-    there = progress.best is None or (folder.path / f"step_{progress.best:06d}").exists()
-    if not gathered(there)[0]:
-        progress.best = progress.best_accuracy = None
     if path and any(record[name] != state["constants"].get(name) for name in EVALUATED):
         progress.best_accuracy = None  # the next evaluation is then the best
     if dist.get_rank() == 0:
@@ -158,8 +154,7 @@ def check_resumable(path, state, now):
     """Logs the constants that have changed. Raises SystemExit if a run with the constants `now`
     can't resume from the checkpoint `path`."""
     before = state["constants"]
-    rules = [(name, now[name], before[name]) for name in SAME]
-    for name, value, must in rules:
+    for name, value, must in ((name, now[name], before[name]) for name in SAME):
         if not is_same(name, value, must):
             how = f" (after: python -m grpo.commands.merge {path} OUT)" * bool(before["LORA_RANK"])
             model = "OUT" if how else f"'{path}'"

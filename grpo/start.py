@@ -1,6 +1,5 @@
 """The start of a run, new or resumed. `c` has the trainer's constants as attributes."""
 
-import inspect
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,15 +80,13 @@ def make_reference(c, policy, server):
     return reference
 
 
-def uses_of(c, policy, sampler, engine, recipe, reference):
+def uses_of(c, policy, sampler, engine, reference):
     """Returns {name: what the run uses for it}. Packing that failed its trial has been
     replaced."""
     model, weight = engine.module, next(policy.model.parameters())
     device = torch.cuda.get_device_name() if weight.is_cuda else weight.device.type
     chunks = "in chunks, by Triton" if c.FUSED_LOSS else "in chunks, by torch"
     lora = f", LoRA of rank {c.LORA_RANK}" + " on weights of 4 bits" * (c.BASE_BITS == 4)
-    functions = (getattr(recipe.task, name, None) for name in ("rewards", "group_rewards"))
-    beside = any(map(inspect.iscoroutinefunction, functions))
     return {
         "ranks": dist.get_world_size(),
         "device": f"{device}, {training_threads()} CPU threads a rank",
@@ -98,7 +95,6 @@ def uses_of(c, policy, sampler, engine, recipe, reference):
         "attention": "packed, in buckets" if model.packs else "each completion with its prompt",
         "loss": chunks if model.separable else "all logits at once",
         "reference": reference.what,
-        "rewards": "beside the sampling" if beside else "in the main thread",
     }
 
 
@@ -141,7 +137,7 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     with out_of_memory_names("MODEL", c.MODEL):
         engine = make_engine(c, policy)  # collective
     data = data_of(recipe)  # collective
-    uses = uses_of(c, policy, sampler, engine, recipe, reference)
+    uses = uses_of(c, policy, sampler, engine, reference)
     say("; ".join(f"{name}: {what}" for name, what in uses.items()))
     progress = open_run(c, record, engine, data, uses)  # collective
     check_disk(c, policy.model)

@@ -65,8 +65,7 @@ def check_task_file(name):
         found = f"tasks.{name}" in sys.modules or name in task_files()
     if not found:
         meant = "".join(f": did you mean {x}?" for x in get_close_matches(name, task_files(), n=1))
-        path = "" if name.endswith(".py") else " (a file elsewhere needs its path: TASK=my/task.py)"
-        raise SystemExit(f"TASK = {name!r}: there is no task {task_file(name)}{path}{meant}")
+        raise SystemExit(f"TASK = {name!r}: there is no file {task_file(name)}{meant}")
 
 
 def module_at(path):
@@ -127,8 +126,6 @@ class Recipe:
         if weights is None:
             group = group_of(self, self.prompts[0].item, [""])
             (empty,) = values_of(self, group, begin_rewards(self, group))
-            if empty == {"reward": None}:
-                say('an empty completion has no reward: set REWARD_WEIGHTS if not all are "reward"')
             weights = dict.fromkeys(empty, 1.0)
         if c.REWARD_WEIGHTS == {}:  # rewards are only logged, and OUTCOME evaluated
             weights = dict.fromkeys(weights, 0.0)

@@ -62,7 +62,6 @@ def test_every_constant_of_the_trainer_is_checked():
 
 @pytest.mark.parametrize("name, own", [
     ("KL_BETA", {"KL_BETA": 0.0, "REWARD_WEIGHTS": {}, "SKIP_FLAT_GROUPS": False}),
-    ("REFERENCE", {"KL_BETA": 0.0, "REFERENCE": "a/teacher", "REF_SERVER": None}),
     ("IS_CAP", {"IS_CAP": 0.5}),
     ("RATIO_LEVEL", {"RATIO_LEVEL": "sequence", "PUBLISH_STEPS": 1}),
     ("VLLM_CACHE_GB", {"VLLM_CACHE_GB": 0}),

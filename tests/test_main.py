@@ -73,7 +73,6 @@ def test_a_second_main_in_a_process_has_nothing_of_the_first(tiny, tmp_path):
         "attention": "packed, in buckets",
         "loss": "in chunks, by torch",
         "reference": "a copy of MODEL",
-        "rewards": "in the main thread",
     }
     assert uses[0] == uses[1] | {"reference": "none", "dtype": "float32, LoRA of rank 4"}
     line = "; ".join(f"{name}: {what}" for name, what in uses[1].items())

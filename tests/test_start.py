@@ -7,9 +7,9 @@ from fakes import a_recipe, tiny_policy
 from families import tiny_model
 
 from grpo.forward import CompletionModel
-from grpo.start import make_reference, uses_of
+from grpo.start import uses_of
 
-CACHED, PLAIN = "torch, CachedDecoder", "torch, PlainDecoder (each token runs the whole sequence"
+CACHED, PLAIN = "torch, CachedDecoder", "torch, PlainDecoder"
 PADDED, WHOLE = "each completion with its prompt", "all logits at once"
 
 
@@ -24,23 +24,6 @@ def test_what_a_model_can_not_do_is_not_what_a_run_uses(tiny, alone, family, exp
     policy.model = tiny_model(family)
     engine = SimpleNamespace(module=CompletionModel(policy.model))
     reference = SimpleNamespace(what="a copy of MODEL")
-    uses = uses_of(recipe.c, policy, policy, engine, recipe, reference)
+    uses = uses_of(recipe.c, policy, policy, engine, reference)
     assert uses["sampler"].startswith(expected.pop("sampler"))
     assert uses | expected == uses and uses["dtype"] == "float32"
-
-
-async def rewards(item, text):
-    return 1.0
-
-
-@pytest.mark.parametrize("task, where", [
-    ({}, "in the main thread"), ({"rewards": rewards}, "beside the sampling")
-])  # fmt: skip
-def test_where_rewards_run(tiny, alone, task, where):
-    policy, own = tiny_policy(tiny, lora_rank=2), {"LORA_RANK": 2, "KL_BETA": 0.1}
-    recipe = a_recipe(task=SimpleNamespace(**task), **own)
-    reference = make_reference(recipe.c, policy, None)
-    engine = SimpleNamespace(module=CompletionModel(policy.model))
-    uses = uses_of(recipe.c, policy, policy, engine, recipe, reference)
-    assert uses["rewards"] == where
-    assert uses["reference"] == "the policy's model without its adapters"

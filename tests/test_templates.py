@@ -175,7 +175,7 @@ def test_such_a_template_can_earn_the_format_reward_everywhere(tokenizer, alone,
     )
     recipe = replace(recipe, task=task)
     recipe = replace(recipe, weights={"reward": 1.0}, outcome="reward")
-    with pytest.raises(TaskError, match="<think>.*from the prompt"):
+    with pytest.raises(TaskError, match="<think>.*earns"):
         preview(recipe, tokenizer, 1)  # the model can't write that
 
 

@@ -7,8 +7,6 @@ from grpo.models import padded, supported
 
 
 class PlainDecoder:
-    cost = ' (each token runs the whole sequence again: SAMPLER = "vllm" avoids that)'
-
     def __init__(self, model):
         self.model, self.sequences = model, []
 

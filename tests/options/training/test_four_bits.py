@@ -104,7 +104,6 @@ def test_sampler_and_trainer_run_one_path_from_the_first_token_on(dtype, tmp_pat
 
 WRONG = {  # constants, and what must be named
     "LORA_RANK": ({"LORA_RANK": 0}, "BASE_BITS = 4 must be 16 with LORA_RANK = 0"),
-    "OFFLOAD": ({"OFFLOAD_OPTIMIZER": True}, "OFFLOAD_OPTIMIZER = True must be False with"),
     "eight": ({"BASE_BITS": 8}, "BASE_BITS = 8 must be one of 16, 4"),
     "package": ({}, r"bitsandbytes is not installed \(pip install -e .\[bits\]\)"),
 }
