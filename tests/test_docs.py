@@ -69,12 +69,6 @@ def test_every_file_that_is_named_exists(page):
         assert found or word in WRITTEN or word.startswith("../"), word
 
 
-def test_architecture_names_every_file_of_the_package():
-    text = TEXT["docs/architecture.md"]
-    for path in ROOT.glob("grpo/**/*.py"):
-        assert path.name == "__init__.py" or path.name in text, path
-
-
 OTHERS = {"GRPO_TOKEN", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
 OTHERS |= {"OMP_NUM_THREADS", "MINUTES", "GPU_PYTHON", "FOLDER"}  # of make
 OTHERS |= {"REWARDS"}  # of docs/learn.py

@@ -9,7 +9,6 @@ import ref_server
 from grpo import devices
 from grpo.chunked import slabs
 from grpo.commands import tiny_model as warm_start
-from grpo.devices import is_nvidia
 from grpo.models import choose_dtype, load_model, own_device
 from tasks import arithmetic
 
@@ -40,19 +39,6 @@ def test_no_path_runs_a_model_by_cudnns_attention(load, tiny, tmp_path, monkeypa
 
 
 # --- Which device, which dtype -------------------------------------------------------
-def test_another_accelerator_is_taken_without_what_is_for_nvidia_alone(monkeypatch):
-    chosen = []
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    fake_accelerator(monkeypatch, "xpu", chosen)
-    assert own_device() == "xpu:1" and chosen == ["xpu:1"]
-    assert choose_dtype("auto", "xpu:1") == "bfloat16"
-    fake_accelerator(monkeypatch, "mps", chosen)
-    assert own_device() == "cpu"  # a Mac
-    assert is_nvidia(torch.device("cuda:0")) and not is_nvidia(torch.device("xpu"))
-    monkeypatch.setattr(torch.version, "hip", "7.1")
-    assert not is_nvidia(torch.device("cuda:0"))
-
-
 @pytest.mark.parametrize("build, visible, files, refused", [
     (None, None, "", False),  # a build for the CPU
     ("13.0", None, "", True),

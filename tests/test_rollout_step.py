@@ -20,7 +20,6 @@ from fakes import (
     a_recipe,
     a_run,
     prompts_of,
-    sampled,
     totalled,
 )
 
@@ -259,21 +258,6 @@ def test_a_step_whose_groups_workers_have_all_sent_samples_none(alone):
     assert len(groups) == 3 and engine.asked == [] and metrics["groups_dropped"] == 0
     assert "tokens_per_second" not in metrics  # of the ranks
     assert len(workers.groups) == 2  # for the next step
-
-
-def test_a_reward_may_have_any_name(alone):
-    """Names of rewards and of counts must not meet: a reward "accuracy" made eval_accuracy 2."""
-    weights = {"accuracy": 1.0, "tokens": 1.0}
-    task = SimpleNamespace(rewards=lambda item, text: {"accuracy": 1, "tokens": -1})
-    recipe = a_recipe(task=task, REWARD_WEIGHTS=weights, OUTCOME="accuracy")
-    engine = FakeEngine()
-    result = metrics_module.evaluate(engine, 0, recipe.others(GROUP_SIZE=1), prompts_of([MIXED]))
-    assert result["eval_accuracy"] == 1 and result["eval_completion_tokens"] == 2
-    assert result["eval_positive_accuracy"] == 1 and result["eval_positive_tokens"] == 0
-    (group,) = sampled(engine, recipe, prompts_of([MIXED]))
-    metrics = metrics_of(recipe, group)
-    assert metrics["accuracy"] == 1 and metrics["rewards/accuracy/mean"] == 1
-    assert metrics["completions/mean_length"] == 1.5 and metrics["rewards/tokens/mean"] == -1
 
 
 def test_an_evaluation_leaves_out_what_never_applied_and_is_then_no_best(

@@ -3,13 +3,12 @@
 import math
 import signal
 import sys
-from types import SimpleNamespace
 
 import pytest
 from fakes import a_recipe
 
 from grpo import calls
-from grpo.calls import TaskError, called
+from grpo.calls import TaskError
 from grpo.prepare import gold_of
 from grpo.rewards import reward_texts
 from grpo.stop import stop
@@ -62,16 +61,6 @@ def test_whatever_a_reward_raises_is_named_with_its_line(error, function, how, r
         rewarded(task)
 
 
-@pytest.mark.parametrize("error", KINDS)
-def test_whatever_another_function_raises_is_named_with_its_line(error, recipe):
-    task = recipe(f"def gold(item):\n    raise {error}\n")
-    with (
-        stop.listening(),
-        pytest.raises(TaskError, match=rf"gold\(.* failed with \w+, line {AFTER + 1}: "),
-    ):
-        gold_of(task, {}, "")
-
-
 def test_the_users_ctrl_c_is_no_mistake(recipe):
     task = recipe("def rewards(item, text): os.kill(os.getpid(), 2)\ngold = lambda item: 1 / 0")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -122,13 +111,3 @@ def test_other_functions_can_not_be_async(function, recipe):
     with pytest.raises(TaskError, match=f"{function[:4]}.* returned <coroutine .*plain functions"):
         load_chat(task.c.TASK, task.task, load_items(task.c.TASK, task.task, "train")[0])
         gold_of(task, {}, "")
-
-
-def test_what_a_class_fails_to_show_is_named_by_its_class():
-    odd = type("Odd", (), {"__repr__": lambda self: 1 / 0})()
-    with pytest.raises(TaskError, match=r"mine.py: gold\(\) returned <Odd>: it must be a text"):
-        called("mine", "gold()", "be a text", lambda: odd, lambda got: False)
-    task = SimpleNamespace(rewards=lambda item, text: odd)
-    recipe = a_recipe(task=task, TASK="mine", REWARD_WEIGHTS={"reward": 1.0})
-    with pytest.raises(TaskError, match="returned "):
-        reward_texts(recipe, {}, ["1"])

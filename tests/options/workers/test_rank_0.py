@@ -204,20 +204,6 @@ def test_a_group_that_the_trainer_could_not_have_sampled_is_refused(side, what, 
     assert not side.groups and f"worker {changes.get('sampler', 'me')!r}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["truncated", "tool_calls", "rewards", "completion_lengths"])
-@pytest.mark.parametrize("change", [
-    lambda x: x[:1], lambda x: x[None], lambda x: torch.cat([x, x]), lambda x: x.flatten()[0]
-])  # fmt: skip
-def test_shapes_that_do_not_fit_are_refused(side, name, change):
-    publish(side, 0)
-    meta, tensors = read_group(sample_of(side))
-    tensors[name] = change(tensors[name]).contiguous()
-    meta = json.dumps(meta | {"protocol": PROTOCOL})
-    assert refused(
-        call(side.app, "POST", "/group", safetensors.torch.save(tensors, {"grpo": meta})), 400
-    )
-
-
 # --- take() -----------------------------------------------------------------------------
 def test_groups_that_are_too_old_are_dropped_and_counted(tmp_path):
     """With MAX_STALENESS 2."""
