@@ -6,7 +6,7 @@
 
 All sequences of a batch form one row of tokens without padding: a prompt, its completions, the next
 prompt. The G completions of a group share a prompt, so it runs only once, forward and backward.
-Attention (grpo/attention.py) lets each completion see its prompt. The results differ by rounding.
+Attention (grpo/packing.py) lets each completion see its prompt. The results differ by rounding.
 
 Trainer and reference server both compute their log-probs with this file.
 Symbols: B sequences, L tokens of the row, N completion tokens of all sequences, one after another,
@@ -15,15 +15,15 @@ H hidden size, V' rows of the LM head.
 
 import contextlib
 import functools
+import inspect
 
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpo.attention import PACKED, Row, attention_is, of_like_length
 from grpo.devices import is_out_of_memory
-from grpo.models import can_cache, padded, supported
+from grpo.packing import PACKED, Row, attention_is, of_like_length
 
 
 # --- The model ----------------------------------------------------------------------
@@ -135,6 +135,36 @@ def limit_of(states):
     """Returns the largest distance that counts as rounding. Measured: in float32 3e-7 at most, with
     a missing mask 0.2 to 0.9."""
     return 1e-3 if states.dtype == torch.float32 else 0.1
+
+
+# --- How families differ ---------------------------------------------------------------
+def can_cache(model):
+    """Returns whether the model has a KV cache from which sequences can be repeated and dropped.
+
+    Recurrent and linear-attention models (Mamba, RWKV, Qwen3-Next) keep a state instead; some in a
+    few layers only, which only their cache shows (LFM2). GPT-1 keeps nothing.
+    """
+    if getattr(model, "_is_stateful", False) or not supported(model, past_key_values=None):
+        return False
+    layers = DynamicCache(config=model.config).layers
+    return not any(hasattr(layer, "conv_states") for layer in layers)
+
+
+def supported(model, **arguments):
+    """Returns those arguments that the model's forward accepts."""
+    names = forward_arguments(type(model))
+    return {name: value for name, value in arguments.items() if name in names}
+
+
+@functools.cache
+def forward_arguments(architecture):
+    return inspect.signature(architecture.forward).parameters.keys()
+
+
+def padded(sequences, device):
+    """Returns lists of ids as a tensor (B, longest), int64, with zeros on the right."""
+    width = max(map(len, sequences))
+    return torch.tensor([ids + [0] * (width - len(ids)) for ids in sequences], device=device)
 
 
 # --- Gradient checkpointing -----------------------------------------------------------

@@ -4,7 +4,6 @@ token, chat roles, arguments of forward, and what a cache holds."""
 import contextlib
 import functools
 import hashlib
-import inspect
 import json
 import math
 import os
@@ -17,7 +16,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    DynamicCache,
     GenerationConfig,
 )
 from transformers.utils import cached_file, logging
@@ -294,61 +292,3 @@ def without_eos(tokenizer, ids):
     while len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]
     return ids
-
-
-def can_cache(model):
-    """Returns whether the model has a KV cache from which sequences can be repeated and dropped.
-
-    Recurrent and linear-attention models (Mamba, RWKV, Qwen3-Next) keep a state instead; some in a
-    few layers only, which only their cache shows (LFM2). GPT-1 keeps nothing.
-    """
-    if getattr(model, "_is_stateful", False) or not supported(model, past_key_values=None):
-        return False
-    layers = DynamicCache(config=model.config).layers
-    return not any(hasattr(layer, "conv_states") for layer in layers)
-
-
-def supported(model, **arguments):
-    """Returns those arguments that the model's forward accepts."""
-    names = forward_arguments(type(model))
-    return {name: value for name, value in arguments.items() if name in names}
-
-
-@functools.cache
-def forward_arguments(architecture):
-    return inspect.signature(architecture.forward).parameters.keys()
-
-
-def padded(sequences, device):
-    """Returns lists of ids as a tensor (B, longest), int64, with zeros on the right."""
-    width = max(map(len, sequences))
-    return torch.tensor([ids + [0] * (width - len(ids)) for ids in sequences], device=device)
-
-
-def left_padded(prompts, device):
-    """Returns ids (B, P) padded on the left, their positions, and the mask (0: padding) or None if
-    nothing is padded; all int64."""
-    lengths = torch.tensor([[len(ids)] for ids in prompts], device=device)
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts], device=device)
-    positions = torch.arange(-width, 0, device=device) + lengths
-    mask = None if min(map(len, prompts)) == width else (positions >= 0).long()
-    return ids, positions.clamp(min=0), mask
-
-
-def last_logits(model, ids, positions, cache, mask=None):
-    """Returns logits (S, V') of the last column of `ids` (S, any). `mask` hides padding, if any."""
-    optional = supported(model, position_ids=positions, logits_to_keep=1)
-    return model(
-        input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **optional
-    ).logits[:, -1]
-
-
-def prefill(model, prompts):
-    """Runs prompts, padded on the left.
-
-    Returns logits (B, V'), the DynamicCache, and the mask (B, P) or None if nothing is padded.
-    """
-    ids, positions, mask = left_padded(prompts, model.device)
-    cache = DynamicCache(config=model.config)
-    return last_logits(model, ids, positions, cache, mask), cache, mask

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo.decoder import make_decoder
 from grpo.devices import out_of_memory_names
 from grpo.log import announced, say
 from grpo.models import as_umask, check_context, load_model, stop_ids, vocab_size_of
 from grpo.proof import NOISE
-from grpo.sampler import completion_text, stream_groups
+from grpo.sampler import completion_text, make_decoder, stream_groups
 
 
 @dataclass

@@ -8,14 +8,13 @@ full-length completions, and the largest micro-batches that the trainer may cut.
 import torch
 import torch.distributed as dist
 
-from grpo.decoder import make_decoder
 from grpo.devices import out_of_memory_names, release_memory
 from grpo.engine import cpu_threads
 from grpo.log import announced
 from grpo.packing import pack_by_tokens, sizes_of
 from grpo.ranks import all_or_none
 from grpo.sample import Group, Sample
-from grpo.sampler import draw
+from grpo.sampler import draw, make_decoder
 
 
 def rehearse(c, policy, engine, batch_loss, recipe, questions):

@@ -7,7 +7,7 @@ We do not use `model.generate`: it takes every setting that we do not name from 
 generation config (Qwen2.5-Instruct ships top_p 0.8, top_k 20, repetition_penalty 1.05), and then we
 would train on log-probs of another distribution than the sampled one. Here there is one
 distribution, softmax(logits / temperature) over the tokenizer's ids. It is also faster: a prompt
-runs once for its group (decoder.py), and sequences that have ended leave the batch.
+runs once for its group (decoders), and sequences that have ended leave the batch.
 Symbols: G completions of a prompt, S sequences in the batch, T completion tokens, V tokenizer ids.
 """
 
@@ -15,8 +15,9 @@ import itertools
 import math
 
 import torch
+from transformers import DynamicCache
 
-from grpo.decoder import make_decoder
+from grpo.forward import can_cache, supported
 from grpo.sample import Prompt, Sample
 
 # Sequences that have ended leave together, as that copies the cache of the others: once they are
@@ -150,3 +151,87 @@ def draw(logits, temperature, generator):
     else:
         tokens = log_probs.argmax(-1)
     return tokens, log_probs.gather(1, tokens[:, None]).squeeze(1)
+
+
+# --- Decoders -------------------------------------------------------------------------
+# decoder = make_decoder(model)
+# logits = decoder.begin(prompts, times)  # (S, V'): each prompt runs once, for `times` sequences
+# logits = decoder.next_logits(tokens)    # (S, V'), after one more token of each sequence
+# decoder.keep(indices)                   # drops all sequences but these
+# V' are the columns of the LM head.
+def make_decoder(model):
+    """Returns a decoder with a KV cache, or the one without, which is right for any model."""
+    if can_cache(model):
+        return CachedDecoder(model)
+    from grpo.options.sampling.plain_decoder import PlainDecoder
+
+    return PlainDecoder(model)
+
+
+class CachedDecoder:
+    """transformers' KV cache, with a prompt's part repeated for each of its sequences."""
+
+    def __init__(self, model):
+        self.model = model
+        self.cache = self.mask = self.positions = None
+
+    def begin(self, prompts, times):
+        logits, self.cache, self.mask = prefill(self.model, prompts)
+        lengths = torch.tensor([[len(ids)] for ids in prompts], device=logits.device)
+        self.cache.batch_repeat_interleave(times)
+        if self.mask is not None:
+            self.mask = self.mask.repeat_interleave(times, 0)  # (S, P)
+        self.positions = lengths.repeat_interleave(times, 0)  # (S, 1)
+        return logits.repeat_interleave(times, 0)
+
+    def next_logits(self, tokens):
+        if self.mask is not None:
+            self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
+        logits = last_logits(self.model, tokens[:, None], self.positions, self.cache, self.mask)
+        self.positions = self.positions + 1
+        return logits
+
+    def fill(self, number):
+        """Gives each sequence `number` tokens more, of zeros, to see whether their cache fits."""
+        for number_of_layer, layer in enumerate(self.cache.layers):
+            rows, heads, _, width = layer.keys.shape
+            keys = layer.keys.new_zeros(rows, heads, number, width)
+            values = keys.new_zeros(rows, heads, number, layer.values.shape[3])
+            self.cache.update(keys, values, number_of_layer)
+        if self.mask is not None:
+            self.mask = torch.nn.functional.pad(self.mask, (0, number), value=1)
+        self.positions = self.positions + number
+
+    def keep(self, indices):
+        self.cache.batch_select_indices(indices)
+        self.mask = None if self.mask is None else self.mask[indices]
+        self.positions = self.positions[indices]
+
+
+def left_padded(prompts, device):
+    """Returns ids (B, P) padded on the left, their positions, and the mask (0: padding) or None if
+    nothing is padded; all int64."""
+    lengths = torch.tensor([[len(ids)] for ids in prompts], device=device)
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts], device=device)
+    positions = torch.arange(-width, 0, device=device) + lengths
+    mask = None if min(map(len, prompts)) == width else (positions >= 0).long()
+    return ids, positions.clamp(min=0), mask
+
+
+def last_logits(model, ids, positions, cache, mask=None):
+    """Returns logits (S, V') of the last column of `ids` (S, any). `mask` hides padding, if any."""
+    optional = supported(model, position_ids=positions, logits_to_keep=1)
+    return model(
+        input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **optional
+    ).logits[:, -1]
+
+
+def prefill(model, prompts):
+    """Runs prompts, padded on the left.
+
+    Returns logits (B, V'), the DynamicCache, and the mask (B, P) or None if nothing is padded.
+    """
+    ids, positions, mask = left_padded(prompts, model.device)
+    cache = DynamicCache(config=model.config)
+    return last_logits(model, ids, positions, cache, mask), cache, mask

@@ -16,10 +16,9 @@ from families import (
 )
 from peft import LoraConfig
 
-from grpo.decoder import CachedDecoder, make_decoder
 from grpo.options.sampling.plain_decoder import PlainDecoder
 from grpo.sample import Prompt
-from grpo.sampler import stream_groups
+from grpo.sampler import CachedDecoder, make_decoder, stream_groups
 
 
 @pytest.mark.parametrize("family", FAMILIES | WIDE | OTHERS)

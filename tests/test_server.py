@@ -110,9 +110,9 @@ def test_scores_are_the_models_own_log_probs(reference, tiny):
 
 
 def test_a_batch_that_does_not_fit_is_halved(reference, tiny, monkeypatch):
-    from grpo import scoring
+    from grpo import reference as module
 
-    run, sizes = scoring.score_batch, []
+    run, sizes = module.score_batch, []
 
     def small(model, prompts, *others):
         sizes.append(len(prompts))
@@ -120,7 +120,7 @@ def test_a_batch_that_does_not_fit_is_halved(reference, tiny, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return run(model, prompts, *others)
 
-    monkeypatch.setattr(scoring, "score_batch", small)
+    monkeypatch.setattr(module, "score_batch", small)
     most, group = 1, make_group((3, 1, 2, 4))
     logps = reference.score(tensors_of(group), 1.0)
     assert sorted(sizes) == [1, 1, 1, 1, 2, 2, 4]

@@ -16,10 +16,9 @@ from families import (
     sample,
 )
 
-from grpo.decoder import CachedDecoder
 from grpo.options.sampling.plain_decoder import PlainDecoder
 from grpo.sample import Prompt
-from grpo.sampler import stream_groups
+from grpo.sampler import CachedDecoder, stream_groups
 
 SOME = ("qwen2", "gpt2", "gemma2 wide", "mamba", "mistral")  # each kind of decoder
 FEW_ROWS = [(family, *rows) for family in SOME for rows in ((2, 1), (7, 3))]

@@ -1,9 +1,9 @@
 """A model without a KV cache that can be used: each token runs its whole sequence again, which is
-slow, but right for any causal model. decoder.py explains the methods."""
+slow, but right for any causal model. sampler.py explains the methods."""
 
 import torch
 
-from grpo.models import padded, supported
+from grpo.forward import padded, supported
 
 
 class PlainDecoder:

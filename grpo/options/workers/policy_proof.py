@@ -6,8 +6,8 @@ from grpo.forward import CompletionModel
 from grpo.options.workers.weights import load_weights
 from grpo.policy import Policy
 from grpo.proof import NOISE, check_gap
+from grpo.reference import score_batch
 from grpo.sampler import sample_groups
-from grpo.scoring import score_batch
 
 PROOF_TOKENS = 128  # length of the completion that is compared; more detect smaller differences
 
