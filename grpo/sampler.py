@@ -176,12 +176,13 @@ class CachedDecoder:
         self.cache = self.mask = self.positions = None
 
     def begin(self, prompts, times):
-        logits, self.cache, self.mask = prefill(self.model, prompts)
-        lengths = torch.tensor([[len(ids)] for ids in prompts], device=logits.device)
+        ids, positions, self.mask = left_padded(prompts, self.model.device)
+        self.cache = DynamicCache(config=self.model.config)
+        logits = last_logits(self.model, ids, positions, self.cache, self.mask)
         self.cache.batch_repeat_interleave(times)
         if self.mask is not None:
             self.mask = self.mask.repeat_interleave(times, 0)  # (S, P)
-        self.positions = lengths.repeat_interleave(times, 0)  # (S, 1)
+        self.positions = positions[:, -1:].repeat_interleave(times, 0) + 1  # (S, 1)
         return logits.repeat_interleave(times, 0)
 
     def next_logits(self, tokens):
@@ -225,13 +226,3 @@ def last_logits(model, ids, positions, cache, mask=None):
     return model(
         input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **optional
     ).logits[:, -1]
-
-
-def prefill(model, prompts):
-    """Runs prompts, padded on the left.
-
-    Returns logits (B, V'), the DynamicCache, and the mask (B, P) or None if nothing is padded.
-    """
-    ids, positions, mask = left_padded(prompts, model.device)
-    cache = DynamicCache(config=model.config)
-    return last_logits(model, ids, positions, cache, mask), cache, mask

@@ -14,7 +14,7 @@ import math
 import random
 import statistics
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -103,15 +103,15 @@ class Recipe:
     opening: object = staticmethod(lambda ids: "")
     # The tokenizer's parse_response, by a turn's text, if it reads calls of TOOLS (tools.py)
     parse: object = None
+    has_turns: bool = field(init=False)  # whether a completion may have several turns
+
+    def __post_init__(self):
+        turns = hasattr(self.task, "reply") or hasattr(self.task, "Environment")
+        object.__setattr__(self, "has_turns", turns)
 
     def others(self, **changes):
         """Returns a copy of the recipe with some constants changed."""
         return replace(self, c=self.c.but(**changes))
-
-    @property
-    def has_turns(self):
-        """Whether a completion may have several turns."""
-        return hasattr(self.task, "reply") or hasattr(self.task, "Environment")
 
     @property
     def chat_options(self):
