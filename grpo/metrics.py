@@ -1,13 +1,11 @@
-"""The metrics of a run: seconds of a step, and means over an update's tokens, over the groups of a
-rollout, and over an evaluation.
+"""The metrics of a run: means over an update's tokens, over the groups of a rollout, and over an
+evaluation.
 
 docs/metrics.md explains each metric. All ranks count; report.py writes.
 """
 
-import contextlib
 import itertools
 import math
-import time
 from collections import Counter
 from statistics import fmean
 
@@ -20,7 +18,6 @@ from grpo.reference import is_teacher
 from grpo.rollout import applying, is_flat, sampled_and_rewarded
 from grpo.stop import stop
 
-PARTS = ("sample", "reward", "score", "wait", "backward", "step", "publish", "other")
 # Names in the per-token results of batch_loss
 LOSS = ("ratio", "kl", "k1", "clip_low", "clip_high", "entropy")
 SAMPLER = ("mismatch", "sampler_ratio")  # trainer against sampler
@@ -38,31 +35,6 @@ EVALUATED = {  # of an evaluation, under the names of its own
     "completions/mean_length": "completion_tokens",
     "num_turns/mean": "num_turns",
 }
-
-
-class Clock:
-    """Counts a step's seconds by part (PARTS): "backward" has the forward too, "other" the rest."""
-
-    def __init__(self):
-        self.parts, self.started = Counter(), time.perf_counter()
-        self.inner = 0.0  # seconds of parts within the part that is running
-
-    @contextlib.contextmanager
-    def part(self, name):
-        """Counts the block's time; parts within it are counted separately."""
-        began, outer, self.inner = time.perf_counter(), self.inner, 0.0
-        yield
-        seconds = time.perf_counter() - began
-        self.parts[name] += seconds - self.inner
-        self.inner = outer + seconds
-
-    def lap(self):
-        """Returns {"seconds": all, "seconds_sample": ...} since the last lap."""
-        now = time.perf_counter()
-        total, parts = now - self.started, self.parts
-        parts["other"] = total - sum(parts.values())
-        self.parts, self.started = Counter(), now
-        return {"seconds": total} | {f"seconds_{k}": v for k, v in parts.items()}
 
 
 # --- Over the tokens of an update -----------------------------------------------------

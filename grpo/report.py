@@ -15,10 +15,10 @@ from safetensors import SafetensorError
 
 from grpo.constants import STOPPED
 from grpo.log import SPEAK_SECONDS, say
-from grpo.metrics import PARTS
 from grpo.proof import check_reference
 from grpo.ranks import RunFailed, all_or_none
 from grpo.reference import is_teacher
+from grpo.run import PARTS
 from grpo.stop import stop
 
 ROOT = Path(__file__).parents[1]

@@ -9,7 +9,6 @@ import tempfile
 import time
 import uuid
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,42 +18,12 @@ from grpo.constants import is_same
 from grpo.log import say
 from grpo.ranks import gathered
 from grpo.report import RunFolder, commit, naming_run_dir
+from grpo.run import Progress
 
 # A run can't be resumed with other values of these
 SAME = ("MODEL", "TASK", "LORA_RANK", "BASE_BITS", "DTYPE")
 SHARED_SECONDS = 10  # until a network disk shows a new file on all machines
 EVALUATED = ("EVAL_SPLIT", "EVAL_QUESTIONS", "OUTCOME")  # accuracies of others can't be compared
-
-
-@dataclass
-class Progress:
-    """What a checkpoint keeps in addition to weights and optimizer. None means never (or no
-    accuracy, because OUTCOME applied to no question)."""
-
-    name: str  # of the run: its folder's name and a random suffix
-    step: int = 0  # steps made
-    evaluated: int | None = None  # the step of the last evaluation
-    saved: int | None = None  # the step of the last checkpoint
-    best: int | None = None  # the step of the best evaluation, from the first update on
-    best_accuracy: float | None = None  # its result, or that of step 0 if none was better
-    idle: int = 0  # steps in a row that had nothing to train,
-    idle_reason: str = ""  # and why the last of them had nothing
-    bad: int = 0  # updates in a row that were not finite
-    checked: bool = False  # whether the first update has passed its check
-    groups: int = 0  # groups that ranks and workers sampled since step 0
-    prompts: int = 0  # of the stream, that ranks have taken; both move when a rollout is trained
-
-    def passed(self, every, before):
-        """Returns whether a multiple of `every` lies after step `before`, up to now (0: never)."""
-        return bool(every and self.step // every > before // every)
-
-    def take_evaluation(self, accuracy):
-        """Records this step's evaluation. Ties go to the earlier checkpoint. An evaluation of step
-        0 is of MODEL itself, which needs no checkpoint."""
-        self.evaluated = self.step
-        least = -1.0 if self.best_accuracy is None else self.best_accuracy
-        if accuracy is not None and accuracy > least:
-            self.best_accuracy, self.best = accuracy, self.step or None
 
 
 def check_run_dir(folder):

@@ -1,6 +1,5 @@
 """The start of a run, new or resumed. `c` has the trainer's constants as attributes."""
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -10,58 +9,14 @@ from grpo.checkpoint import check_disk, try_save
 from grpo.devices import out_of_memory_names
 from grpo.engine import make_engine, training_threads
 from grpo.log import say
-from grpo.metrics import Clock
-from grpo.policy import Policy, make_policy, make_sampler
+from grpo.policy import make_policy, make_sampler
 from grpo.ranks import all_or_none
 from grpo.reference import LocalReference, NoReference, is_teacher
 from grpo.rehearsal import rehearse
 from grpo.report import RunFolder, as_json
-from grpo.resume import Progress, data_of, open_run
+from grpo.resume import data_of, open_run
 from grpo.rollout import Stream
-from grpo.task import Recipe
-
-
-class NoWorkers:
-    """In place of Workers if PUBLISH_STEPS is 0, and on ranks but 0."""
-
-    def take(self, step):
-        return []
-
-    def publish(self, step):
-        pass
-
-    def metrics(self, groups, step):
-        return {}
-
-    def close(self):
-        pass
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a run holds from its start to its end, on each rank."""
-
-    c: object  # the trainer's Constants
-    record: dict  # the constants as JSON, with weights and outcome as this run has them
-    policy: Policy
-    sampler: object  # what samples with its weights: the policy itself, or a VLLMPolicy
-    engine: object  # DeepSpeed's, around a CompletionModel of the policy's model
-    recipe: Recipe  # what is sampled and how it is rewarded
-    greedy: Recipe  # the recipe of an evaluation: one completion, at temperature 0
-    stream: Stream  # all ranks' prompts; Progress.prompts says which come next
-    questions: list  # of the evaluation, in the form of Recipe.prompts
-    progress: Progress  # steps made, last and best evaluation, last checkpoint
-    reference: object  # gives the reference's log-probs of a group: grpo/reference.py
-    workers: object  # rank 0's Workers, or NoWorkers
-    folder: RunFolder  # RUN_DIR
-    clock: Clock  # seconds of the current step, by part
-    data: str  # resume.data_of: the hash of its prompts
-    laps: list = field(default_factory=list)  # the clock's, of all steps made
-
-    def close(self):
-        self.sampler.close()
-        self.workers.close()
-        self.folder.close()
+from grpo.run import Clock, NoWorkers, Run
 
 
 def make_reference(c, policy, server):

@@ -9,14 +9,12 @@ from transformers import AutoTokenizer
 
 import grpo_ref_split as trainer
 from grpo.constants import Constants
-from grpo.metrics import Clock
 from grpo.options.workers.policy_proof import SharedPolicy
 from grpo.policy import load_policy
-from grpo.resume import Progress
 from grpo.rewards import total_of
 from grpo.rollout import sampled_and_rewarded
+from grpo.run import Clock, NoWorkers, Progress
 from grpo.sample import Group, Question, Sample
-from grpo.start import NoWorkers
 from grpo.task import Recipe
 
 

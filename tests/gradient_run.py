@@ -19,9 +19,9 @@ from grpo.checks import settled
 from grpo.engine import make_engine
 from grpo.forward import CompletionModel
 from grpo.loss import linear_logps, token_weights
-from grpo.metrics import Clock
 from grpo.policy import load_policy
 from grpo.ranks import join_ranks
+from grpo.run import Clock
 from grpo.sample import Group, Sample
 
 BUDGETS = {"one batch": 10**6, "some": 60, "a row each": 1}

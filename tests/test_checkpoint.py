@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 
 from grpo import checkpoint, report, resume
 from grpo.ranks import RunFailed
+from grpo.run import Progress
 
 RUN = {  # the constants that checkpoints look at
     "MODEL": "a", "LORA_RANK": 0, "BASE_BITS": 16, "DTYPE": "auto", "TASK": "t", "STEPS": 5,
@@ -89,7 +90,7 @@ def save(folder, step, *, keep=2, policy=None, engine=None, **progress):
     run = SimpleNamespace(data=DATA)
     folder.mkdir(exist_ok=True)
     run.c = SimpleNamespace(**RUN | {"RUN_DIR": str(folder), "KEEP_CHECKPOINTS": keep})
-    run.record, run.progress = vars(run.c), resume.Progress(**{"name": "r"} | progress, step=step)
+    run.record, run.progress = vars(run.c), Progress(**{"name": "r"} | progress, step=step)
     run.policy, run.engine = policy or FakePolicy(), engine or FakeEngine()
     checkpoint.save_run(run)
 
@@ -325,7 +326,7 @@ def test_links_follow_what_the_resumed_checkpoint_knows(tmp_path, alone):
 
 
 def test_the_best_is_the_first_to_have_reached_its_result_and_never_the_model_itself():
-    progress, seen = resume.Progress("run"), []
+    progress, seen = Progress("run"), []
     for progress.step, accuracy in enumerate((0.3, 0.2, 0.3, 0.5, 0.5, 0.4)):
         progress.take_evaluation(accuracy)
         seen.append(progress.best)
@@ -489,7 +490,7 @@ def test_a_run_that_fails_saves_what_is_sound(
     saved = []
     monkeypatch.setattr(checkpoint, "save_run", saved.append)
     torch.nn.init.constant_((model := torch.nn.Linear(1, 1)).weight, weight)
-    progress = resume.Progress("r", step=5, saved=saved_at, checked=checked)
+    progress = Progress("r", step=5, saved=saved_at, checked=checked)
     run = SimpleNamespace(progress=progress, policy=SimpleNamespace(model=model))
     checkpoint.save_failed(run)
     assert saved == [run] * is_saved

@@ -11,8 +11,8 @@ import grpo_ref_split as trainer
 from grpo.metrics import evaluate
 from grpo.ranks import RunFailed, all_or_none
 from grpo.reference import NoReference
-from grpo.resume import Progress
 from grpo.rollout import Stream
+from grpo.run import Progress
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from grpo import log, report
 from grpo.metrics import peak_gb
 from grpo.options.training.reporters import REPORTERS
 from grpo.report import RunFolder, show
-from grpo.resume import Progress
+from grpo.run import Progress
 
 
 def report_steps(folder, to, steps, progress):

@@ -14,8 +14,8 @@ from fakes import (
     tiny_policy,
 )
 
-from grpo.metrics import Clock
 from grpo.rollout import is_flat, skip_if_flat
+from grpo.run import Clock
 
 
 def test_sampling_is_bounded_and_as_the_recipe_says():

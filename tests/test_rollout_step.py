@@ -28,9 +28,8 @@ from grpo import metrics as metrics_module
 from grpo import report
 from grpo.options.workers.rank_0 import Workers
 from grpo.ranks import RunFailed
-from grpo.resume import Progress
+from grpo.run import NoWorkers, Progress
 from grpo.sample import Group, Sample
-from grpo.start import NoWorkers
 from grpo.stop import stop
 
 

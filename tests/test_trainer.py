@@ -14,8 +14,8 @@ from grpo import checkpoint, engine
 from grpo.forward import CompletionModel
 from grpo.metrics import TokenStats
 from grpo.proof import NOISE, TILT, check_reference, check_sampler
-from grpo.resume import Progress
 from grpo.rollout import skip_if_flat
+from grpo.run import Progress
 from grpo.sample import keep_logps
 from grpo.wire import group_of, pack_group, read_group
 

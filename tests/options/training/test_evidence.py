@@ -18,7 +18,7 @@ from grpo.options.training.evidence import skip_step
 from grpo.proof import NOISE, check_gap, check_sampler
 from grpo.ranks import RunFailed
 from grpo.report import RunFolder, check_update, leaving_evidence
-from grpo.resume import Progress
+from grpo.run import Progress
 from grpo.sample import Group, Sample, keep_logps
 
 CONSTANTS = {"GROUP_SIZE": 4, "MAX_COMPLETION_TOKENS": 48, "KL_BETA": 0}
