@@ -106,8 +106,7 @@ DTYPE = "auto"  # bfloat16 (with float32 masters) on a GPU that has it, else flo
 EVAL_STEPS = 50  # steps between greedy evaluations (also at the start and the end); 0: never
 EVAL_SPLIT = "test"  # the task's split for evaluations
 EVAL_QUESTIONS = 512  # uses N of the split's, evenly chosen; more are more precise and slower
-# Steps between checkpoints (the model + 12 bytes per trained parameter), besides the last step's.
-SAVE_STEPS = 100  # 0: never, and nothing is left of the run but its metrics and samples
+SAVE_STEPS = 100  # steps between checkpoints, besides the last step's; 0: never, not even that
 KEEP_CHECKPOINTS = 2  # the newest N, and RUN_DIR/best, of the best, are kept (save_total_limit)
 REPORT_TO = []  # "tensorboard" or "wandb", which get each step's metrics, too
 WAIT_LIMIT_SECONDS = 600  # the run ends after this long without the server
@@ -377,7 +376,8 @@ def evaluate_if_due(run):
     say(f"greedy evaluation on {len(run.questions)} {c.EVAL_SPLIT} questions after step {p.step}")
     result = evaluate(run.sampler, p.step, run.greedy, run.questions)  # collective
     if not ranks.any_rank(stop.asked):  # collective
-        run.folder.log_evaluation(result, p.step)
+        run.folder.log("metrics.jsonl", {"step": p.step} | result)
+        say(f"step {p.step}: " + ", ".join(f"{name} {x:.3f}" for name, x in result.items()))
         p.take_evaluation(result.get("eval_accuracy"))
 
 

@@ -113,7 +113,7 @@ def chunks(hidden, head, backward=False):
     if head is None:
         yield slice(None), hidden, torch.empty_like(hidden) if backward else None
         return
-    size, dtype = chunk_rows(hidden, head), logits_dtype(hidden.dtype)
+    size, dtype = chunk_rows(hidden, head), torch.promote_types(hidden.dtype, torch.float32)
     logits = hidden.new_empty(min(size, len(hidden)), len(head), dtype=dtype)
     apart = backward and dtype != hidden.dtype  # dZ has the dtype of its two products
     d_logits = torch.empty_like(logits, dtype=hidden.dtype) if apart else logits
@@ -123,14 +123,10 @@ def chunks(hidden, head, backward=False):
         yield slice(start, start + len(h)), logits[: len(h)], d_logits[: len(h)]
 
 
-def logits_dtype(dtype):
-    return torch.float32 if dtype.itemsize == 2 else dtype
-
-
 def chunk_rows(hidden, head):
     """Returns the rows per chunk, a multiple of 128, so that all chunks are about equally long. The
     two passes have the same chunks, and so the same logits to the last bit."""
-    dtype, count = logits_dtype(hidden.dtype), max(1, len(hidden))
+    dtype, count = torch.promote_types(hidden.dtype, torch.float32), max(1, len(hidden))
     itemsize = dtype.itemsize + (hidden.itemsize if dtype != hidden.dtype else 0)
     most = max(128, (head.nbytes if head.is_cpu else CHUNK_BYTES) // (len(head) * itemsize))
     equal = math.ceil(count / math.ceil(count / most))

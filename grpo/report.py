@@ -79,10 +79,6 @@ class RunFolder:
             for reporter in self.reporters if file == "metrics.jsonl" else ():
                 reporter.log(record)
 
-    def log_evaluation(self, evaluation, step):
-        self.log("metrics.jsonl", {"step": step} | evaluation)
-        say(f"step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in evaluation.items()))
-
     def log_samples(self, run, groups):
         """Writes the completions of one of the groups that the next update trains or skips, the one
         with the highest advantage first. Ranks but 0 write nothing."""
