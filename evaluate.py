@@ -32,7 +32,7 @@ from tqdm import tqdm
 import grpo_ref_split as trainer
 from grpo import rollout
 from grpo.checkpoint import CONSTANTS
-from grpo.checks import settled
+from grpo.checks import trainer_constants
 from grpo.commands import scores
 from grpo.commands.merge import base_of, bits_of, load_base_tokenizer, merge_into
 from grpo.log import say
@@ -75,7 +75,7 @@ def command_line():
         values |= run
     options.bits = given.get("BASE_BITS")
     values |= given | {"TASK": options.task, "LORA_RANK": 1}  # any: a folder has the adapter
-    return options, settled(trainer.DEFAULTS, values).but(LORA_RANK=0)
+    return options, trainer_constants(trainer.DEFAULTS, values).but(LORA_RANK=0)
 
 
 def run_of(model, task):

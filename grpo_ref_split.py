@@ -118,7 +118,7 @@ DEFAULTS = defaults_in(globals())
 before_torch()
 if __name__ == "__main__":  # reports a mistake before torch is imported
     role, given = command_line(DEFAULTS, __doc__, roles=["worker"])
-    checks.settled(DEFAULTS, given)
+    checks.trainer_constants(DEFAULTS, given)
 
 import torch
 import torch.distributed as dist
@@ -385,7 +385,7 @@ def evaluate_if_due(run):
 @ranks.explained()
 def main(**given):
     """Trains with the constants above, except for those that are given."""
-    c = checks.settled(DEFAULTS, given)
+    c = checks.trainer_constants(DEFAULTS, given)
     resume.check_run_dir(c.RUN_DIR)
     tokenizer, recipe, server = prepare(c, needs_server=bool(c.REF_SERVER and c.KL_BETA))
     questions = load_questions(recipe, tokenizer)
@@ -408,7 +408,7 @@ def worker(**given):
     """Samples for the trainer at TRAINER until the trainer is gone."""
     from grpo.options.workers.worker import run_worker, worker_policy
 
-    c = checks.settled(DEFAULTS, given)
+    c = checks.trainer_constants(DEFAULTS, given)
     tokenizer, recipe, _ = prepare(c)
     run_worker(worker_policy(c, tokenizer), recipe)
 

@@ -56,15 +56,15 @@ RELATIONS = [
 ]
 
 
-def settled(given):
+def server_constants(given):
     """Returns the server's Constants; SystemExit with a line for each wrong one."""
-    return constants.settled("ref_server.py", DEFAULTS, given, KINDS, RELATIONS)
+    return constants.checked("ref_server.py", DEFAULTS, given, KINDS, RELATIONS)
 
 
 constants.before_torch()
 if __name__ == "__main__":  # reports a mistake before torch is imported
     _, given = constants.command_line(DEFAULTS, __doc__)
-    settled(given)
+    server_constants(given)
 
 import torch
 
@@ -143,7 +143,7 @@ def make_app(score, info, limits, threads, token):
 
 # --- Main ---------------------------------------------------------------------------
 def main(**given):
-    c = settled(given)
+    c = server_constants(given)
     host = c.HOST.strip("[]")  # of [::1]
     token = token_for(host, "HOST")
     ends = signal.SIG_DFL, signal.default_int_handler  # not ignored (nohup)

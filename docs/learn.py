@@ -274,7 +274,7 @@ def chapter(title, show, *given):
 
 
 def main(**given):
-    c = constants.settled("docs/learn.py", DEFAULTS, given, KINDS, [])
+    c = constants.checked("docs/learn.py", DEFAULTS, given, KINDS, [])
     policy = _, tokenizer, prompt = start()
     completions = sample(*policy)
     right = [is_right(tokenizer.decode(c.ids[:-1])) for c in completions]

@@ -71,9 +71,9 @@ RELATIONS = [  # (constant, what it must be, whether it is), of constants of the
 ]  # fmt: skip
 
 
-def settled(defaults, given):
+def trainer_constants(defaults, given):
     """Returns the trainer's Constants. Raises SystemExit with a line for each wrong one, or if the
     task's file is missing."""
-    c = constants.settled("grpo_ref_split.py", defaults, given, KINDS, RELATIONS)
+    c = constants.checked("grpo_ref_split.py", defaults, given, KINDS, RELATIONS)
     check_task_file(c.TASK)
     return c

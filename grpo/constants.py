@@ -236,7 +236,7 @@ def dict_of(what, holds):
 DTYPE = one_of("auto", "float32", "bfloat16")  # "auto", and those of grpo.proof.NOISE
 
 
-def settled(script, defaults, given, kinds, relations):
+def checked(script, defaults, given, kinds, relations):
     """Returns the Constants of a script: its `defaults`, but for those that are `given`, by name.
     Raises SystemExit with a line for each wrong one. `kinds` is [(kind, "NAME ...")]. `relations`,
     checked if all kinds are right, is [(NAME, text: what it must be, function of the constants:

@@ -105,7 +105,7 @@ def main(name):
         for path in (out, f"{out}_run"):  # the latter would resume a run of the older model
             if Path(path).exists():
                 raise SystemExit(f"{path} exists already: delete it, or choose another OUT")
-    c = trainer.checks.settled(trainer.DEFAULTS, given | {"TASK": name})
+    c = trainer.checks.trainer_constants(trainer.DEFAULTS, given | {"TASK": name})
     command = make_model(Recipe(c, task, []), out) if outs else ""
     with stop.listening(at_once=True):
         tokenizer, recipe = prepare_task(c, split="train", shown=SHOWN)

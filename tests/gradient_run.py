@@ -15,7 +15,7 @@ from living import Live
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import grpo_ref_split as trainer
-from grpo.checks import settled
+from grpo.checks import trainer_constants
 from grpo.engine import make_engine
 from grpo.forward import CompletionModel
 from grpo.loss import linear_logps, token_weights
@@ -58,7 +58,7 @@ def make_rows(policy, loss_type):
 
 def plain_gradient(policy, rows):
     """The specification: one batch, not packed, no chunks, no DeepSpeed, no plan."""
-    c = settled(trainer.DEFAULTS, {})
+    c = trainer_constants(trainer.DEFAULTS, {})
     model = CompletionModel(policy.model)
     model.packs = False
     hidden, ids = model([row.prompt for row in rows], [row.ids for row in rows])
@@ -71,7 +71,7 @@ def plain_gradient(policy, rows):
 def bad_steps(engine, policy):
     """-> for two steps with a row that is not finite, and two without: whether they were skipped,
     and whether weights have changed."""
-    result, c = [], settled(trainer.DEFAULTS, {"LEARNING_RATE": 1e-2})
+    result, c = [], trainer_constants(trainer.DEFAULTS, {"LEARNING_RATE": 1e-2})
     for value in (torch.nan, torch.inf, 0.0, 0.0):
         rows = make_rows(policy, "grpo")
         rows[3].ref_logps = [p + value for p in rows[3].ref_logps]
@@ -102,7 +102,9 @@ def main(model, out):
     from deepspeed.utils import safe_get_full_grad
     from transformers import AutoTokenizer
 
-    c = settled(trainer.DEFAULTS, {"LEARNING_RATE": 0.0})  # a step leaves the model as it is
+    c = trainer_constants(
+        trainer.DEFAULTS, {"LEARNING_RATE": 0.0}
+    )  # a step leaves the model as it is
     policy = load_policy(model, AutoTokenizer.from_pretrained(model), "float32")
     loss_types = ("grpo", "dapo", "dr_grpo")
     result = {(t, "plain"): plain_gradient(policy, make_rows(policy, t)) for t in loss_types}

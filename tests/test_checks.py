@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import grpo_ref_split as trainer
-from grpo.checks import settled
+from grpo.checks import trainer_constants
 
 WRONG = {
     "GROUP_SIZE": [1, "8"],
@@ -31,7 +31,7 @@ WRONG = {
 
 
 def check(**given):
-    return settled(trainer.DEFAULTS, given)
+    return trainer_constants(trainer.DEFAULTS, given)
 
 
 @pytest.mark.parametrize("name, value", [(name, x) for name in WRONG for x in WRONG[name]])
@@ -48,10 +48,10 @@ def test_only_groups_of_workers_get_old():
 
 
 def test_a_constant_that_is_edited_in_the_script_keeps_its_kind():
-    assert settled(trainer.DEFAULTS | {"KL_BETA": 0}, {"KL_BETA": 0.04}).KL_BETA == 0.04
+    assert trainer_constants(trainer.DEFAULTS | {"KL_BETA": 0}, {"KL_BETA": 0.04}).KL_BETA == 0.04
     for name, value in {"FUSED_LOSS": "no", "WARMUP_STEPS": 0.1}.items():
         with pytest.raises(SystemExit, match=f"{name} = {value!r} must be"):
-            settled(trainer.DEFAULTS | {name: value}, {})
+            trainer_constants(trainer.DEFAULTS | {name: value}, {})
 
 
 def test_every_constant_of_the_trainer_is_checked():

@@ -13,7 +13,7 @@ from processes import python
 import grpo_ref_split as trainer
 import ref_server
 from grpo import constants, loss
-from grpo.checks import KINDS, settled
+from grpo.checks import KINDS, trainer_constants
 from grpo.engine import training_threads
 from grpo.log import say
 
@@ -51,7 +51,9 @@ def test_values_are_literals_or_texts(given, monkeypatch):
     }
     assert given("ref_server.py", "MODEL=a=b.py") == (None, {"MODEL": "a=b.py"})
     monkeypatch.setenv("HOME", "/me")
-    c = settled(trainer.DEFAULTS, {"RUN_DIR": "~/x", "MODEL": "~/m", "STOP_STRINGS": ["~/y"]})
+    c = trainer_constants(
+        trainer.DEFAULTS, {"RUN_DIR": "~/x", "MODEL": "~/m", "STOP_STRINGS": ["~/y"]}
+    )
     assert (c.RUN_DIR, c.MODEL, c.STOP_STRINGS) == ("/me/x", "/me/m", ["~/y"])
 
 
@@ -237,10 +239,13 @@ def test_main_refuses_what_is_no_constant(start, name):
 
 def test_constants_cant_be_set_and_a_change_is_a_copy():
     given = {"STOP_STRINGS": ["a"]}
-    c = settled(trainer.DEFAULTS, given)
+    c = trainer_constants(trainer.DEFAULTS, given)
     with pytest.raises(AttributeError, match="STEPS can't be set"):
         c.STEPS = 7
     other = c.but(GROUP_SIZE=1)
     assert (other.GROUP_SIZE, c.GROUP_SIZE, other.STEPS) == (1, 8, c.STEPS)
     given["STOP_STRINGS"].append("b")
-    assert c.STOP_STRINGS == ["a"] and vars(settled(trainer.DEFAULTS, {})) == trainer.DEFAULTS
+    assert (
+        c.STOP_STRINGS == ["a"]
+        and vars(trainer_constants(trainer.DEFAULTS, {})) == trainer.DEFAULTS
+    )

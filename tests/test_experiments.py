@@ -4,7 +4,7 @@ import pytest
 
 import grpo_ref_split as trainer
 from experiments import curves, hackable, questions, runs
-from grpo.checks import settled
+from grpo.checks import trainer_constants
 from grpo.task import load_task
 
 
@@ -12,7 +12,7 @@ from grpo.task import load_task
 def test_a_case_can_run_with_its_constants(case):
     assert {n for q in questions.QUESTIONS.values() for n in q.cases} <= questions.CASES.keys()
     constants = runs.constants_of(case, 0, "runs/x", questions.COMMON)
-    settled(trainer.DEFAULTS, constants)
+    trainer_constants(trainer.DEFAULTS, constants)
     weights = constants.get("REWARD_WEIGHTS", load_task(constants["TASK"]).REWARD_WEIGHTS)
     assert any(weights.values()) or case.teacher and weights == {}
 

@@ -7,7 +7,6 @@ from transformers import AutoModelForCausalLM
 
 import ref_server
 from grpo import devices
-from grpo.chunked import slabs
 from grpo.commands import tiny_model as warm_start
 from grpo.models import choose_dtype, load_model, own_device
 from tasks import arithmetic
@@ -28,7 +27,7 @@ def fake_accelerator(monkeypatch, kind, chosen):
 # --- cuDNN's attention ---------------------------------------------------------------
 @pytest.mark.parametrize("load", [
     lambda folder, _: tiny_policy(folder),
-    lambda folder, _: ref_server.Reference(ref_server.settled({"MODEL": str(folder)})),
+    lambda folder, _: ref_server.Reference(ref_server.server_constants({"MODEL": str(folder)})),
     lambda _, scratch: warm_start.warm_start(scratch / "warm", arithmetic, seed=0, steps=1),
 ], ids=["trainer", "server", "demo"])  # fmt: skip
 def test_no_path_runs_a_model_by_cudnns_attention(load, tiny, tmp_path, monkeypatch):
@@ -94,10 +93,3 @@ def test_a_rank_loads_the_model_straight_to_its_gpu(tiny, monkeypatch):
 
 
 # --- The loss without Triton ---------------------------------------------------------
-@pytest.mark.parametrize("device, expected", [("cpu", 600), ("meta", 6)])  # meta: not a CPU
-def test_rows_without_triton_go_many_at_a_time_but_on_a_cpu(device, expected):
-    """One at a time, as a CPU's cache wants it, is half a million launches in a micro-batch."""
-    tokens, width = 600, 151_936
-    logits = torch.empty(1, width, dtype=torch.bfloat16, device=device).expand(tokens, width)
-    sizes = [len(z) for _, z in slabs(logits, width, torch.float32)]
-    assert sum(sizes) == tokens and len(sizes) == expected

@@ -11,7 +11,7 @@ from documents import ROOT, TEXT
 
 import grpo_ref_split as trainer
 from docs import learn, learn_pictures
-from grpo.checks import settled
+from grpo.checks import trainer_constants
 from grpo.constants import read_words
 from grpo.loss import group_advantages, policy_loss, token_weights
 from grpo.task import load_task
@@ -91,7 +91,7 @@ def test_the_broken_runs_can_start(monkeypatch):
         monkeypatch.chdir(ROOT)
         constants, others = read_words(trainer.DEFAULTS)  # the demo has made MODEL, or not yet
         assert others == ["presets/demo.py"] or not others
-        settled(trainer.DEFAULTS, constants)
+        trainer_constants(trainer.DEFAULTS, constants)
         assert load_task(constants["TASK"]).REWARD_WEIGHTS
 
 

@@ -79,7 +79,7 @@ def test_missing_and_mismatched_weights_are_refused_by_all_who_load_a_model(name
     tiny_policy(tiny, lora_rank=2).save(adapter := tmp_path / "adapter")
     path = adapter / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": folder}))
-    c = ref_server.settled({"MODEL": folder})
+    c = ref_server.server_constants({"MODEL": folder})
     loads = [
         lambda: tiny_policy(folder),  # trainer, worker and evaluate.py
         lambda: ref_server.Reference(c),

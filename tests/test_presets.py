@@ -10,7 +10,7 @@ import pytest
 
 import grpo_ref_split as trainer
 import ref_server
-from grpo.checks import settled
+from grpo.checks import trainer_constants
 from grpo.constants import command_line
 
 ROOT = Path(__file__).parent.parent
@@ -53,13 +53,13 @@ def test_a_presets_commands_start_the_scripts_with_it(name, monkeypatch):
         teacher = f" MODEL=Qwen/{TEACHERS[name]}" if name in TEACHERS else ""
         assert argument == f"presets/{name}.py" + teacher * (script == "ref_server.py")
     given = constants_of("grpo_ref_split.py", trainer, name, monkeypatch)
-    trained = vars(settled(trainer.DEFAULTS, given))
+    trained = vars(trainer_constants(trainer.DEFAULTS, given))
     assert trained["RUN_DIR"] == f"runs/{name}"
     if LAYOUTS[name][2] is None:
         assert trained["REF_SERVER"] is None
         return
     given = constants_of("ref_server.py", ref_server, name, monkeypatch)
-    served = vars(ref_server.settled(given))
+    served = vars(ref_server.server_constants(given))
     assert trained["DTYPE"] == served["DTYPE"]
     assert (trained["MODEL"] != served["MODEL"]) == (name in TEACHERS)
     assert trained["REF_SERVER"].endswith(f":{served['PORT']}")

@@ -83,7 +83,7 @@ def test_a_request_that_can_not_be_scored_fails_alone(app):
 # --- Scores -----------------------------------------------------------------------------
 @pytest.fixture
 def reference(tiny):
-    return Reference(ref_server.settled({"MODEL": str(tiny), "SCORE_BATCH_TOKENS": 40}))
+    return Reference(ref_server.server_constants({"MODEL": str(tiny), "SCORE_BATCH_TOKENS": 40}))
 
 
 def expected(policy, group):

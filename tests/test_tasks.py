@@ -26,7 +26,7 @@ from helpers import Replies, reply
 from processes import PATIENCE, python
 
 import grpo_ref_split as trainer
-from grpo.checks import settled
+from grpo.checks import trainer_constants
 from grpo.constants import command_line
 from grpo.models import load_model, load_tokenizer
 from grpo.prepare import prepare
@@ -412,7 +412,7 @@ def test_a_tiny_model_of_any_task_is_made_and_its_command_runs(tmp_path, monkeyp
     _, given = command_line(trainer.DEFAULTS, trainer.__doc__)
     assert given["MODEL"] == "runs/own" and given["TASK"] == "own.py"
     assert given["REF_SERVER"] is None and given["MAX_COMPLETION_TOKENS"] == 128
-    c = settled(trainer.DEFAULTS, given)
+    c = trainer_constants(trainer.DEFAULTS, given)
     tokenizer, recipe, _ = prepare(c, needs_server=False)
     assert len(recipe.prompts) == 30
     assert load_model(c.MODEL, "float32", len(tokenizer))[0].config.max_position_embeddings == 256
@@ -470,7 +470,7 @@ def test_a_tiny_model_of_a_task_with_async_rewards(tmp_path, monkeypatch):
     rewards = "async def rewards(item, completion):\n    return {'a': 1, 'b': 0}\nOUTCOME = 'b'\n"
     source, _, _ = LABELS.partition("def rewards")
     (tmp_path / "own.py").write_text(source + rewards)
-    c = settled(trainer.DEFAULTS, {"TASK": str(tmp_path / "own.py")})
+    c = trainer_constants(trainer.DEFAULTS, {"TASK": str(tmp_path / "own.py")})
     monkeypatch.setattr("grpo.commands.tiny_model.warm_start", lambda *_, **__: 256)
     command = module.make_model(Recipe(c, load_task(c.TASK), []), tmp_path / "model")
     assert "MAX_COMPLETION_TOKENS=128" in command
@@ -488,7 +488,9 @@ def test_a_tiny_model_learns_until_its_loss_is_flat(falls, steps, monkeypatch, t
 
 
 def test_questions_that_differ_only_in_what_the_model_must_find_are_all_asked(tiny):
-    c = settled(trainer.DEFAULTS, {"TASK": "guess", "MODEL": str(tiny), "MAX_PROMPT_TOKENS": 99})
+    c = trainer_constants(
+        trainer.DEFAULTS, {"TASK": "guess", "MODEL": str(tiny), "MAX_PROMPT_TOKENS": 99}
+    )
     questions = load_split(c, load_task("guess"), "test", load_tokenizer(str(tiny)))
     assert len({tuple(question.ids) for question in questions}) == 1
     assert [q.item["secret"] for q in different(questions * 2)] == [1, 2, 3, 4, 5, 6, 7]

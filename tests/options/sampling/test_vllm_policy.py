@@ -11,7 +11,7 @@ from fakes import PROMPTS, move, tiny_policy
 from transformers import AutoTokenizer
 
 import grpo_ref_split as trainer
-from grpo.checks import settled
+from grpo.checks import trainer_constants
 from grpo.options.sampling import vllm_policy
 from grpo.options.sampling.vllm_policy import VLLMPolicy
 from grpo.options.workers.weights import load_weights
@@ -29,7 +29,7 @@ def test_vllm_must_be_installed(monkeypatch):
     for found in (None, "a spec"):
         monkeypatch.setattr(importlib.util, "find_spec", {"vllm": found}.get)
         with contextlib.nullcontext() if found else pytest.raises(SystemExit, match="pip install"):
-            settled(trainer.DEFAULTS, {"SAMPLER": "vllm"})
+            trainer_constants(trainer.DEFAULTS, {"SAMPLER": "vllm"})
 
 
 @pytest.mark.parametrize("device, has_bf16, k3, stops", [

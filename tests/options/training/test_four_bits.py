@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import evaluate
 import grpo_ref_split as trainer
 from grpo.checkpoint import CONSTANTS
-from grpo.checks import settled
+from grpo.checks import trainer_constants
 from grpo.commands.merge import bits_of, merge_into
 from grpo.forward import CompletionModel
 from grpo.models import load_model
@@ -115,10 +115,10 @@ def test_what_does_not_go_with_4_bits_is_one_sentence(name, monkeypatch):
     if name == "package":
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=sentence):
-        settled(trainer.DEFAULTS, {"BASE_BITS": 4, "LORA_RANK": 16} | changes)
+        trainer_constants(trainer.DEFAULTS, {"BASE_BITS": 4, "LORA_RANK": 16} | changes)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     with pytest.raises(SystemExit, match="SAMPLER = 'vllm' must be 'torch' with BASE_BITS = 4"):
-        settled(trainer.DEFAULTS, {"BASE_BITS": 4, "LORA_RANK": 16, "SAMPLER": "vllm"})
+        trainer_constants(trainer.DEFAULTS, {"BASE_BITS": 4, "LORA_RANK": 16, "SAMPLER": "vllm"})
 
 
 @pytest.mark.long
