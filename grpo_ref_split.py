@@ -30,8 +30,8 @@ from grpo import checks
 from grpo.constants import before_torch, command_line, defaults_in
 
 # --- What to train ------------------------------------------------------------------
-MODEL = "Qwen/Qwen2.5-3B"  # hub name or folder of an AutoModelForCausalLM (model, model_path)
-TASK = "gsm8k"  # in tasks/, or a path such as "my/task.py" (train_dataset, reward_funcs)
+MODEL = "Qwen/Qwen2.5-3B"  # hub name or folder of a causal model (model_name_or_path, model_path)
+TASK = "gsm8k"  # in tasks/, or a path: "my/task.py" (train_dataset, dataset_name, reward_funcs)
 RUN_DIR = "runs/gsm8k"  # folder of checkpoints, metrics and samples; a run resumes (output_dir)
 # Address of ref_server.py. If it runs on another machine, set the environment variable GRPO_TOKEN
 # to the same secret on both. None keeps the reference model in this process.
@@ -43,7 +43,7 @@ REF_SERVER = "http://127.0.0.1:59875"
 PROMPTS_PER_STEP = 28
 GROUP_SIZE = 8  # G, completions per prompt; more cost more (num_generations, num_pre_Q)
 MAX_PROMPT_TOKENS = 512  # longer prompts are left out; the log says how many (max_prompt_length)
-MAX_COMPLETION_TOKENS = 512  # cut here; higher is slower (max_completion_length, max_tokens)
+MAX_COMPLETION_TOKENS = 512  # cut here (max_completion_length, max_new_tokens, max_tokens)
 STOP_TOKENS = ["<|im_end|>"]  # tokens that end a completion, besides EOS; unknown ones are ignored
 STOP_STRINGS = []  # texts that end a completion, such as "</answer>"; they are trained on, too
 TEMPERATURE = 1.0  # of sampling and of all log-probs; higher is more random
@@ -88,7 +88,7 @@ REFERENCE = None  # without a server: a reference model that has MODEL's tokeniz
 STEPS = 500  # optimizer updates, and attempts with nothing to train (max_steps, all_steps)
 LEARNING_RATE = 1e-6  # higher learns faster until it diverges; LoRA needs ten times as much (lr)
 LORA_RANK = 0  # 16 or 32: adapters of that rank on a frozen model; 0: full (peft_config, lora_r)
-BASE_BITS = 16  # 4: LoRA's frozen model has 4 bits a weight (quantization_config)
+BASE_BITS = 16  # 4: LoRA's frozen model has 4 bits a weight (quantization_config, load_in_4bit)
 WARMUP_STEPS = 10  # the learning rate rises linearly from 0 in this many steps
 FINAL_LR = 1.0  # share of LEARNING_RATE left at the end; 1: constant (lr_scheduler_type)
 WEIGHT_DECAY = 0.0  # of AdamW; higher pulls the weights harder to 0
@@ -100,7 +100,7 @@ MICRO_BATCH_TOKENS = 8_192  # at once; same gradient (per_device_train_batch_siz
 FUSED_LOSS = False  # True: log-probs by kernels in Triton (grpo_loss_triton.py); NVIDIA only
 GRADIENT_CHECKPOINTING = True  # True: recomputes activations; slower, far less memory
 OFFLOAD_OPTIMIZER = False  # True: master weights, Adam states and the update are in CPU memory
-DTYPE = "auto"  # bfloat16 (with float32 masters) on a GPU that has it, else float32 (bf16)
+DTYPE = "auto"  # bfloat16 (float32 masters) on a GPU that has it, else float32 (bf16, torch_dtype)
 
 # --- Run ----------------------------------------------------------------------------
 EVAL_STEPS = 50  # steps between greedy evaluations (also at the start and the end); 0: never

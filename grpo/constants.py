@@ -197,10 +197,10 @@ def check_names(names, known, where=""):
     for name in names:
         if name not in known:
             ours = {script: names_of(script) for script in SCRIPTS}
-            theirs = {x: our for script in ours for our in ours[script] for x in ours[script][our]}
+            theirs = {x: f"{a} of {s}" for s in SCRIPTS for a in ours[s] for x in ours[s][a]}
             owners = [f"{script} has it" for script in SCRIPTS if name in ours[script]]
             here = [f"here it is {theirs[name.lower()]}"] if name.lower() in theirs else []
-            near = get_close_matches(name.upper(), sorted(known), n=1, cutoff=0.7)
+            near = get_close_matches(name.upper(), sorted(known), n=1, cutoff=0.8)
             meant = [f"did you mean {one}?" for one in near]
             why, *_ = [*owners, *here, *meant, "names of other projects: docs/coming_from.md"]
             raise SystemExit(f"{where}there is no constant {name}: {why}")

@@ -119,9 +119,9 @@ class RunFolder:
         line."""
         for path in filter(Path.exists, self.files if dist.get_rank() == 0 else ()):
             draft = path.with_suffix(".draft")
-            with open(path) as old, open(draft, "w") as new:
+            with open(path, errors="replace") as old, open(draft, "w") as new:
                 for line in old:
-                    with contextlib.suppress(ValueError):
+                    with contextlib.suppress(ValueError, LookupError, TypeError):  # no record
                         if json.loads(line)["step"] <= step:
                             print(line.rstrip("\n"), file=new)
             draft.replace(path)

@@ -154,11 +154,8 @@ def draw(logits, temperature, generator):
 
 
 # --- Decoders -------------------------------------------------------------------------
-# decoder = make_decoder(model)
-# logits = decoder.begin(prompts, times)  # (S, V'): each prompt runs once, for `times` sequences
-# logits = decoder.next_logits(tokens)    # (S, V'), after one more token of each sequence
-# decoder.keep(indices)                   # drops all sequences but these
-# V' are the columns of the LM head.
+# begin(prompts, times), each prompt once for `times` sequences, and next_logits(tokens) return
+# logits (S, V'), V' columns of the LM head; keep(indices) drops all sequences but these
 def make_decoder(model):
     """Returns a decoder with a KV cache, or the one without, which is right for any model."""
     if can_cache(model):

@@ -101,8 +101,7 @@ class Recipe:
     outcome: str = ""  # the reward that decides correctness: OUTCOME, or the task's (resolved)
     # opening_of, by a prompt's ids: rewards and reply() see it before a completion
     opening: object = staticmethod(lambda ids: "")
-    # The tokenizer's parse_response, by a turn's text, if it reads calls of TOOLS (tools.py)
-    parse: object = None
+    parse: object = None  # the tokenizer's parse_response, if it reads calls of TOOLS (tools.py)
     has_turns: bool = field(init=False)  # whether a completion may have several turns
 
     def __post_init__(self):

@@ -93,30 +93,36 @@ GAP = r"#(?:[^\w#]|[^\x00-\x7f]|\b(?:and|plus|to|or|x|maybe|perhaps|possibly|eit
 # What denies, bounds or takes as an operand: words before a number, words after it
 SAID = "be|been|equal|to|is|it|that|think|the|answer|exactly|possibly|even|really|quite|actually|as"
 BEFORE = (
-    r"(?:(?:\b(?:(?:can)?not|never|doubt|hardly|(?:is|do|ca|does|was)nt)|n['’]t)\b"
-    rf"(?:\s+(?:{SAID})\b)*|\b(?:at (?:least|most)|(?:more|less|rather|other|\w+er) than|over|under"
-    r"|above|below|up to|almost|nearly|exceeds?|except|but not|(?:min|max)(?:imum)?(?: of)?|sqrt"
-    r"|log|ln|mod|times|minus|twice|(?:doubl|tripl)e"
-    r"|(?:half|thirds?|quarters?|percent|root|squared?|cubed?)(?: of)?)"
+    r"(?:(?:\b(?:(?:can)?not|never|hardly|anything but|no way|(?:is|do|ca|does|was)nt)|n['’]t)\b"
+    rf"(?:\s+(?:{SAID})\b)*|\b(?:at (?:least|most)|(?:more|less|rather|other|\w+er) than|under"
+    r"|above|below|(?<!left )(?<!pull )over|(?<!add )(?<!adds )(?<!round )(?<!rounded )(?<!# )up to"
+    r"|almost|nearly|exceeds?|except|but not|(?:min|max)(?:imum)?(?: of)?|sqrt|log|ln|sin|cos|mod"
+    r"|times|minus|twice|(?:doubl|tripl)e|root(?: of)?"
+    r"|(?:half|thirds?|quarters?|percent|squared?|cubed?) of)"
     r"|(?<![=-])(?<!answer)[<>≤≥≠√]=?|!=|[#%] of)[^\w#:,;]*#"
 )
 AFTER = (
-    r"#(?:\s*(?:choose|mod|squared|cubed|factorial|to the|multiplied|divided|(?:%|percent) of"
-    r"|(?:times|minus|over|less)\s+#)|(?:\s+[a-z]+)??\s+(?:at (?:least|most)|(?:or|and) "
-    r"(?:more|less|fewer|higher|lower|so|above|up|over|under)\b"
-    r"|(?:is|was)(?:n['’]t| not| wrong| incorrect| false| too)))"
+    r"#(?:[ixy](?![a-z])|\s*(?:π|(?:pi|choose|mod|squared|cubed|factorial|doubled|halved)\b"
+    r"|to the power|(?:multiplied|divided) by|(?:(?:%|percent|times|minus|over|less"
+    r"|[,.?!]? ?(?:no|wait|i mean)\b[^#]*)(?: of)?)\s+#)|(?:\s+[a-z]+)??\s+(?:at (?:least|most)\b"
+    r"|(?:min|max)imum\b|or (?:more|less|fewer|higher|lower|greater|larger|older|later|above|below"
+    r"|over|under|so)\b|and (?:up|above|below)\b|(?:is|was)(?: wrong| incorrect| false"
+    r"| too (?:high|low|big|large|small)|(?:n['’]t| not) (?:right|correct|the|it))\b))"
 )
 FIRST_UNSURE = re.compile(rf"(?is)\W*?(?:{GAP}#|#[^#]*\bor\b.*#|#\s*[+×÷]|{AFTER})")
-LAST = rf"(?:{GAP}|#[^#]*\bor\b[^#]*|[+×÷/]\s*)#|#\s*[+×÷]|{BEFORE}|{AFTER}"
-LAST_UNSURE = re.compile(rf"(?i)(?:{LAST})[^#]*$")
+UNSURE = rf"(?:{GAP}|#[^#]*\bor\b[^#]*|[+×÷/]\s*)#|#\s*[+×÷]|{BEFORE}|{AFTER}"
+LAST_UNSURE = re.compile(rf"(?i)(?:{UNSURE})[^#]*$")
 # Beside a gold number only its unit may stand: letters at the digit are of UNITS ("5kg", not "3i"),
 # other words neither compute nor bound
-NO_UNIT = rf"(?:{SAID}|decimal|base|binary|choose|dozen|factorial|if|less|fewer|more|minus|mod\w*"
-NO_UNIT += r"|not|of|or|over|pi|plus|squared|cubed|times|under|above|below|up|off|and|from)\b"
+NO_UNIT = r"(?:to|not|is|than|or|and|plus|minus|times|choose|mod(?:ulo)?|base|binary|octal|decimal"
+NO_UNIT += r"|squared|cubed|factorial|if|over(?=\s\w)|under|above|below|up|off|pi|root|sqrt|sin|cos"
+NO_UNIT += r"|halve[ds]|doubled|tenths|thirds|dozens?|(?:min|max)imum|max|roughly|maybe|ish)\b"
 GOLD = re.compile(
-    r"(?i)(?:(?:USD?|EUR|GBP|INR|Rs\.?)\s*)?#(?:[\s/%€£¥₩$.-]|°[CF]?|[\u3040-\u9fff\uac00-\ud7af]"
-    rf"|(?:{'|'.join(UNITS)}){WHOLE}|(?<=[\s/-])(?!{NO_UNIT})[a-z]{{2,}})*+"
+    r"(?i)(?:(?:(?:US|HK|[RCA])?\$|[₹₽₪＄￥]|USD?|EUR|GBP|CHF|INR|Rs\.?)\s*)?#(?:[\s/%％€£¥₩$¢·.'’-]"
+    rf"|°[CF]?|[\u3040-\u9fff\uac00-\ud7af]|(?:{'|'.join(UNITS)}|[µμ]\w){WHOLE}"
+    rf"|(?<=[\s/·'’-])(?:(?!{NO_UNIT})[^\W\d_]{{2,}}|(?-i:[A-ZΩ]|an?|s|e(?=-)){WHOLE}))*+"
 )
+ODD = re.compile(rf"(?i)[=≈~]|approx|about|\({NO_UNIT}|以[上下]|左右|多|一半|超过")
 OPEN = re.compile(rf"\\[A-Za-z]|[\^√⁰¹²³⁴-⁹₀-₉⅐-⅞]|{WORD}ths?\b")  # to be computed
 
 
@@ -130,10 +136,9 @@ def is_right(text, gold):
 def gold_number(gold):
     """Returns the number after "####", or in the whole text, as a Fraction. Raises ValueError if
     anything but a unit, a percent sign or a currency stands beside it."""
-    text = str(gold).translate(FRACTIONS).rsplit("####", 1)[-1].strip()
+    text = str(gold).translate(FRACTIONS).rsplit("####", 1)[-1].strip(" \n\t\"';,")
     value = number(clean := cleaned(text), True)
-    odd = re.search(rf"(?i)=|≈|approx|\({NO_UNIT}", text)
-    if value is None or odd or not GOLD.fullmatch(NUMBER.sub("#", clean)):
+    if value is None or ODD.search(text) or not GOLD.fullmatch(NUMBER.sub("#", clean)):
         why = "is not a number with at most one unit: correct the data"
         raise ValueError(f"the gold answer {text!r} {why}")
     return value

@@ -6,8 +6,8 @@ A test is a call and its value. A program gets the calls alone, and what it prin
 no class that is equal to everything, no early exit and no file of the tests earns a reward. A
 program has limits of time, memory and output; it may neither write files, nor start processes,
 nor open connections, and what is left of its process group is killed. That is no sandbox: it may
-read files, and machine code that it calls (ctypes) does all that this user may, or leaves the
-group. SANDBOX holds the command of a real one.
+read files, and what Python does not audit (ctypes, os.mkfifo, _posixsubprocess) does all that this
+user may, or leaves the group. SANDBOX holds the command of a real one.
 """
 
 import ast
@@ -33,8 +33,14 @@ LIMITED = f"""import json, resource as r, signal, sys
 def check(event, given):  # of Python's audit events
     asks = event in ("os.listdir", "os.scandir", "os.walk", "os.putenv", "os.unsetenv")
     acts = event.startswith(("os.", "resource.", "socket.", "subprocess.")) and not asks
-    if acts or event == "open" and given[2] & {WRITES}:
+    writes = event == "open" and given[2] & {WRITES} or event.startswith("sqlite3.")
+    if acts or writes:
         raise PermissionError(event + " is not allowed")
+def plain(x):  # a value in Python's literals: a Counter is a dict
+    if isinstance(x, dict): return {{plain(k): plain(v) for k, v in x.items()}}
+    for kind, others in ((list, list), (tuple, tuple), (set, (set, frozenset, type({{}}.keys())))):
+        if isinstance(x, others): return kind(map(plain, x))
+    return x.item() if hasattr(x, "item") else x
 for limit, most in ((r.RLIMIT_AS, {MEMORY_BYTES}), (r.RLIMIT_CPU, {SECONDS}), (r.RLIMIT_CORE, 0),
                     (r.RLIMIT_FSIZE, {OUTPUT_BYTES}), (r.RLIMIT_NOFILE, 64)):
     r.setrlimit(limit, (most, most))
@@ -42,7 +48,8 @@ signal.alarm({SECONDS})  # also if the trainer is killed
 (program, calls), names = json.load(sys.stdin), {{"__name__": "__main__"}}
 sys.addaudithook(check)
 exec(compile(program, "program", "exec"), names)
-for call in calls: print(repr(eval(call, names)))"""
+values = [repr(plain(eval(call, names))) for call in calls]
+if values: print("", *values, sep="\\n")"""
 
 
 def run(program, calls=()):
@@ -75,9 +82,9 @@ def load(split):
 def tests_of(item):
     found = []
     for test in item["test_list"]:
-        match ast.parse(test).body:
-            case [ast.Assert(ast.Compare(call, [ast.Eq()], [value]))]:
-                with contextlib.suppress(ValueError):  # no literal
+        with contextlib.suppress(ValueError, TypeError, SyntaxError):  # no literal, no Python
+            match ast.parse(test).body:
+                case [ast.Assert(ast.Compare(call, [ast.Eq()], [value]))]:
                     found.append((ast.unparse(call), ast.literal_eval(value)))
     return found
 
@@ -90,11 +97,12 @@ def messages(item):
 
 
 async def rewards(item, completion):
-    """Returns whether the completion's last block of code, or the whole, gives all right values."""
-    blocks = re.findall(r"```(?:python|py)?\n(.*?)```", completion, re.DOTALL)
-    program = "\n".join([*item.get("test_imports", []), *(blocks or [completion])[-1:]])
-    calls, right = zip(*item["tests"], strict=True)
-    loop = asyncio.get_running_loop()
+    """Returns whether the last block of code that defines something, or else the last one, or the
+    whole completion, gives all right values."""
+    blocks = re.findall(r"```[^\n]*\n(.*?)```", completion, re.DOTALL) or [completion]
+    blocks = [block for block in blocks if re.search("def |class |lambda", block)] or blocks
+    program = "\n".join([*item.get("test_imports", []), blocks[-1]])
+    (calls, right), loop = zip(*item["tests"], strict=True), asyncio.get_running_loop()
     status, printed, _ = await loop.run_in_executor(AT_ONCE, run, program, calls)
     try:
         values = [ast.literal_eval(line) for line in printed.split("\n")[-len(calls) - 1 : -1]]

@@ -33,8 +33,7 @@ def messages(item):
 
 
 def rewards(item, completion):
-    """Returns the rewards of a completion, a text without EOS, by the names in REWARD_WEIGHTS.
-    The format is <think>...</think><answer>...</answer>."""
+    """Returns the rewards of a completion, a text without EOS, by the names in REWARD_WEIGHTS."""
     return {
         "correctness": CORRECT if is_right(completion, item["answer"]) else WRONG,
         "format": FORMATTED if FORMAT.fullmatch(completion) else UNFORMATTED,

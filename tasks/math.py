@@ -18,7 +18,8 @@ UNIT = (
 )
 # What changes no value of an answer; each pattern takes time linear in its length
 CLEAN = [(re.compile(pattern), to) for pattern, to in (
-    (r"(?<=\d),\s+(?=\d{3}(?!\d)[\d,\s$.]*$)", ";"),  # "32, 349" is a list, "32,349" a number
+    # "32, 349" is a list, "32,349" a number; but not within brackets
+    (r"(?<=\d)(?:\s+,\s*|,(?:\s|~|\\[ ,;:])+)(?=\d{3}(?!\d))(?![^(\[]*[)\]]|.*\\\})", ";"),
     (r"\\(?:left|right|displaystyle)(?![a-z])|(?<!\\)\\[,;:! ]", ""),  # but not a row's end, \\
     (r"\\?\$|\s+|\\?%|\^\{?\\circ\}?|\.$", ""),
     (r"\\[cdt]frac", r"\\frac"),

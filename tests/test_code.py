@@ -27,6 +27,8 @@ def is_right(completion):
     ADD, f"{ADD}\nprint(4)\nassert add(1, 1) == 2", f"```python\n{ADD}\n```\nIt adds.",
     f"First:\n```py\ndef add(a, b): pass\n```\nBetter:\n```\n{ADD}\n```",
     "import math, json\n" + ADD,
+    f"```Python3 \r\n{ADD}\n```\nOutput:\n```\n3\n```",
+    "print(1, end='')\ndef add(a, b):\n  print(a)\n  return a + b",
     f"{ADD}\nif __name__ == '__main__': print(add(1, 1))", "add = lambda *x: x[0] + x[1]",
 ])  # fmt: skip
 def test_a_program_with_the_right_values_is_right(completion):
@@ -119,12 +121,8 @@ def test_nothing_of_the_trainer_reaches_a_program(monkeypatch):
         "import os, sys; print(dict(os.environ), os.getcwd(), sys.path[0])"
     )
     assert status == 0 and "secret" not in printed and os.getcwd() not in printed
-    sandboxed = ["env", "SANDBOXED=1"]
-    monkeypatch.setattr(code, "SANDBOX", sandboxed)
+    monkeypatch.setattr(code, "SANDBOX", ["env", "SANDBOXED=1"])
     assert code.run("import os; print(os.environ['SANDBOXED'])")[:2] == (0, "1\n")
-    monkeypatch.setattr(code, "SANDBOX", ["no-such-program"])
-    with pytest.raises(FileNotFoundError, match="no-such-program"):
-        code.run("")
 
 
 def test_a_group_of_hostile_programs_costs_its_time_and_no_reward(monkeypatch):
@@ -144,6 +142,8 @@ def test_tests_that_are_no_call_and_value_are_left_out(tmp_path, monkeypatch):
         "assert f(5) == g(5)",
         "assert set(f(6)) == {1}",
         "import os",
+        "assert f(",
+        "assert f(8) == {[]: 1}",
         "assert f(7) == -7, 'no'",
     ]
     rows = [{"prompt": "f?", "test_list": tests, "code": "def f(x): ..."},
@@ -156,5 +156,9 @@ def test_tests_that_are_no_call_and_value_are_left_out(tmp_path, monkeypatch):
     assert "f?" in message["content"] and "f(1) is [1, (2.5, None)]" in message["content"]
     assert code.gold(item) == "```python\ndef f(x): ...\n```" and code.gold(ITEM) is None
     assert is_right(code.gold({"code": ADD}))
+    odd = "import collections as c\n"
+    odd += "f = lambda n: c.Counter({n: frozenset([n])}) if n else {1: 2}.keys()"
+    item = {"tests": [("f(1)", {1: {1}}), ("f(0)", {1})]}
+    assert asyncio.run(code.rewards(item, odd))["correctness"]
     item = {"tests": [("root(4)", 2)], "test_imports": ["from math import sqrt as root"]}
     assert asyncio.run(code.rewards(item, ""))["correctness"]

@@ -1,8 +1,6 @@
 """plot.py: curves of runs, and samples in a terminal."""
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -81,13 +79,6 @@ def test_control_characters_of_a_text_are_shown_and_break_no_line(capsys):
         "      x = 1",
         "",
     ]
-
-
-def test_samples_may_be_piped_into_a_program_that_ends_early(tmp_path):
-    record = SAMPLE | {"completion": "42", "rewards": {}, "advantage": 0.0}
-    (tmp_path / "samples.jsonl").write_text(json.dumps(record) + "\n")
-    script = f"{sys.executable} {plot.__file__} samples {tmp_path} | true"
-    assert not subprocess.run(script, shell=True, capture_output=True, check=True).stderr
 
 
 def test_samples_are_printed_the_best_first_at_80_columns(tmp_path, capsys):

@@ -87,6 +87,11 @@ UNTAGGED = {  # gold: a whole completion without (complete) tags
         *(f"{heading} the rest\n9 * 2 = 18\n\nThe answer is 18." for heading in HEADINGS),
         "#### 18.\n\nThe 9 eggs cost 2 each.", "#### $18. The 9 eggs cost 2 each.",
         r"First \boxed{5}, then \boxed{18}. Check: 18 - 5 = 13.",
+        "The answer is 18% of the total.", "#### 18 percent of students", "It adds up to $18.",
+        "So we round 17.5 up to 18.", "The answer is 18 to the nearest dollar.",
+        "She gave 18 to the school.", "He sold 18 model cars.", "18 is not prime",
+        "18 cookies is too many to eat.", "In the second half 18 points were scored.",
+        "She sold 18 and so made a profit.", "There is no doubt it is 18.",
         "18 dollars over 3 days is the total: 18", "double that is 18", "The amount is 18!",
     "=> 18",
         "He wants 18 more than her", "Since it does not rain, it is 18", "not 17 but 18",
@@ -164,7 +169,8 @@ DENIED = [  # or bounded, or an operand
     "I don't think it is 18",
     "more than 18", "18 eggs at most", "18 or more", "no fewer than 18", "twice 18", "18 squared",
     "the square root of 18", "two thirds of 18", "20% of 18", "18% of 50", "18 divided by 2",
-    "18 mod 7",
+    "18 mod 7", "18, no wait, 20", "18x", "18 pi", "18 or greater",
+    "18 minimum", "18 is too high",
     "3 times 18", "20 minus 18", "x > 18", "x >= 18", "x != 18", "18 is wrong", "18 isn't right",
     "above $18", "up to 18", "5 of 18", "other than 18", "sqrt(18)", "18 to the power of 2",
     "18 or so",
@@ -244,12 +250,16 @@ NO_GOLD = [
     "17 not 18", "3:45", "1.2.3", "1/0", "12th", "±5", "5 (mod 7)", "101 (base 2)", "0x1F",
     "1 000 000",
     "7 p.m.", "--5", "1,23", "18 or more", "5 below zero", "3 pi", "[5, 6]", "5 less than x", "nan",
+    "5以上", "5左右", "5的一半", "5 minimum", "~5", "5 (about)", "5 tenths", "5 halved", "5 maybe",
 ]  # fmt: skip
 GOLD = [
     "5 dollars", "$5 per day", r"\$5", "5€", "USD 5", "5%", r"5\%", "5 percent", "5 cm^2", "5 m²",
     "5kg",
     "5 miles/hour", r"5\text{ cm}", "5.0", "5 °C", r"\boxed{5}", "5 (dollars)", "5 years old",
-    "+5", "5个", "0.5e1", "5 people each",
+    "$5 a week", "5 cups of flour", "5 students in the class", "5 more apples", "5 left over",
+    "5 models", "₹5", "5¢", "US$5", "5 W", "5 degrees C", "5 N·m", "5 T-shirts",
+    "5 children's books",
+    "5 мин", "5％", '"5"', "5,", "+5", "5个", "0.5e1", "5 people each",
 ]  # fmt: skip
 
 

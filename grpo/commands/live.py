@@ -39,8 +39,6 @@ def read(path):
         kept, records = LAST.get(path, (None, None))
         if kept != now:
             LAST[path] = now, (records := parsed(path, stat.st_size))
-            for old in list(LAST)[: -2 * MAX_COMPARED]:  # a chart shows that many files at most
-                LAST.pop(old, None)
         return records, stat.st_ino
     except OSError:
         return {}, None

@@ -188,15 +188,8 @@ class VLLMPolicy:
             raise RuntimeError("vLLM did not empty its prefix cache: is it still sampling?")
 
     def _wake_up(self, part):
-        if not self.asleep:
-            return
-        try:
+        if self.asleep:
             self.llm.wake_up(tags=[part])
-        except RuntimeError as error:
-            raise RuntimeError(
-                "while vLLM slept, its memory was taken: lower VLLM_CACHE_GB, or the"
-                f" MICRO_BATCH_TOKENS of the trainer on this GPU ({error})"
-            ) from error
 
     def _reload(self, pairs):
         self.llm.collective_rpc(reload, args=(pairs, self.dtype))
