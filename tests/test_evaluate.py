@@ -140,6 +140,20 @@ def test_a_mistake_is_named(model, monkeypatch, words):
         run(monkeypatch, *words.split())
 
 
+OTHERS = {"STOP_STRINGS": ["."], "CHAT_TEMPLATE": {"enable_thinking": True}, "STOP_TOKENS": ["x"]}
+OTHERS |= {"TEMPERATURE": 0.5, "MAX_PROMPT_TOKENS": 64, "EVAL_SPLIT": "train", "OUTCOME": "format"}
+OTHERS |= {"EVAL_QUESTIONS": 5, "REWARD_TIMEOUT_SECONDS": 9, "DTYPE": "bfloat16"}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_whose_runs_differ_are_not_compared_with_ones_constants(model, monkeypatch, name):
+    as_checkpoint(shutil.copytree(model, Path("run/other")), **{name: OTHERS[name]})
+    as_checkpoint(model, **{name: trainer.DEFAULTS[name]})
+    for pair in ("run/step_000003 run/other even", "run/other run/step_000003 even"):
+        with pytest.raises(SystemExit, match=f"runs differ in {name}"):
+            run(monkeypatch, *pair.split())
+
+
 @pytest.mark.long
 def test_several_ranks_share_the_questions(model, monkeypatch, tmp_path):
     command = [sys.executable, evaluate.__file__, model, "arithmetic", "--out", "two"]
