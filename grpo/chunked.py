@@ -89,7 +89,10 @@ class LinearLogps(torch.autograd.Function):
         run = ctx.backward_kernel
         of_hidden, of_head, *_ = ctx.needs_input_grad
         d_hidden = torch.empty_like(hidden) if of_hidden and head is not None else None
-        d_head = torch.zeros_like(head, dtype=sum_dtype(hidden, head)) if of_head else None
+        if of_head:
+            few = len(hidden) <= chunk_rows(hidden, head) * CHUNKS_IN_OWN_DTYPE
+            dtype = head.dtype if few else torch.promote_types(head.dtype, torch.float32)
+            d_head = torch.zeros_like(head, dtype=dtype)
         for part, logits, d_logits in chunks(hidden, head, backward=True):
             run(logits, d_logits, *(values[part] for values in of_tokens), *ctx.settings)
             if head is None:
@@ -131,12 +134,6 @@ def chunk_rows(hidden, head):
     most = max(128, (head.nbytes if head.is_cpu else CHUNK_BYTES) // (len(head) * itemsize))
     equal = math.ceil(count / math.ceil(count / most))
     return math.ceil(equal / 128) * 128
-
-
-def sum_dtype(hidden, head):
-    """Returns the dtype in which dW is summed over the chunks."""
-    few = len(hidden) <= chunk_rows(hidden, head) * CHUNKS_IN_OWN_DTYPE
-    return head.dtype if few else torch.promote_types(head.dtype, torch.float32)
 
 
 def add_product(total, a, b, beta=1):

@@ -38,6 +38,7 @@ class Row:
 
     def __init__(self, prompts, completions, device):
         self.device, self.parts, self.masks = device, [], {}
+        self.tensor = functools.partial(torch.tensor, dtype=torch.int64, device=device)
         self.windows = set()  # that layers ask for
         ids, positions, states, last = [], [], [], None
         for prompt, completion in zip(prompts, completions, strict=True):
@@ -54,9 +55,6 @@ class Row:
                 self.parts.append((keys, range(begin, len(ids))))
         self.ids, self.positions = self.tensor([[ids], [positions]])
         self.states = self.tensor(states)
-
-    def tensor(self, numbers):
-        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
     @functools.cached_property
     def buckets(self):

@@ -24,11 +24,10 @@ class Policy:
     stop_strings: object = None  # StopStrings, or None
     lora: bool = False  # whether adapters are trained, and the model itself is frozen
     contexts: tuple = ()  # functions, called before sampling: each returns a context for it
+    noise: float = 0.0  # the largest mean k3, between trainer and sampler, that counts as rounding
 
-    @property
-    def noise(self):
-        """The largest mean k3, between trainer and sampler, that counts as rounding."""
-        return NOISE[self.dtype]
+    def __post_init__(self):
+        self.noise = NOISE[self.dtype]
 
     def stream(self, prompts, *, seed, **settings):
         """Samples groups with the current weights; see sampler.stream_groups.

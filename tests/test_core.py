@@ -8,7 +8,7 @@ import sys
 
 from documents import ROOT
 
-LINES = 5_262  # of our files that a plain run loads: a ceiling, which only goes down
+LINES = 5_256  # of our files that a plain run loads: a ceiling, which only goes down
 SERVER = {
     f"grpo/{name}.py" for name in ("client", "remote", "waits", "wire")
 }  # only with REF_SERVER
