@@ -4,16 +4,49 @@ It retries while there is no connection or the other side is full, logs this eve
 up after a time limit.
 """
 
+import math
 import os
 import time
 
 import requests
 
-from grpo.waits import Refused, Wait
+from grpo.log import SPEAK_SECONDS, tell
+from grpo.stop import stop
 
 # Errors of a call if no server runs, or if the server dies in the middle of its answer
 CUT_OFF = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError)
 AGAIN = (502, 503, 504)  # the server is full, or a proxy can't reach it: try again
+STOP_SECONDS = 15  # longest wait after a stop was requested; deepspeed kills the process after 30 s
+
+
+class TooLong(SystemExit):
+    """A wait has reached its limit."""
+
+
+class Refused(SystemExit):
+    """The other side of a connection refuses a request, or is no longer the same."""
+
+
+class Wait:
+    """The wait in a polling loop. Logs every 10 s what it waits for. Raises TooLong at its limit,
+    which counts from its creation."""
+
+    def __init__(self, what, limit_seconds=math.inf):
+        self.what, self.limit = what, limit_seconds
+        self.start = self.said = time.monotonic()
+
+    def sleep(self, why, pause=0.5):
+        """Sleeps `pause` seconds; `why` is what is still missing. Raises TooLong at the limit, or
+        STOP_SECONDS after a stop was requested."""
+        now = time.monotonic()
+        if now - self.start > self.limit:
+            raise TooLong(f"waited {self.limit} s for {self.what}: {why}")
+        if stop.asked and now - max(self.start, stop.at) > STOP_SECONDS:
+            raise TooLong(f"{stop.asked}: the step can't be finished without {self.what}: {why}")
+        if now - self.said > SPEAK_SECONDS:
+            self.said = now
+            tell(f"waited {now - self.start:.0f} s so far for {self.what}: {why}")
+        time.sleep(pause)
 
 
 def shared_token():

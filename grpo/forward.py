@@ -23,7 +23,7 @@ from transformers import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo.devices import is_out_of_memory
-from grpo.packing import PACKED, Row, attention_is, of_like_length
+from grpo.packing import PACKED, Row, of_like_length
 
 
 # --- The model ----------------------------------------------------------------------
@@ -135,6 +135,16 @@ def limit_of(states):
     """Returns the largest distance that counts as rounding. Measured: in float32 3e-7 at most, with
     a missing mask 0.2 to 0.9."""
     return 1e-3 if states.dtype == torch.float32 else 0.1
+
+
+@contextlib.contextmanager
+def attention_is(name, config):
+    """In the block the model of this config uses transformers' attention with this name."""
+    before, config._attn_implementation = config._attn_implementation, name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
 
 
 # --- How families differ ---------------------------------------------------------------

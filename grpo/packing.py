@@ -17,7 +17,6 @@ right, whose prompts have equally many keys.
 Symbols: L tokens of the row, D width of a head, B parts of a bucket.
 """
 
-import contextlib
 import functools
 import sys
 
@@ -137,16 +136,6 @@ def packed_attention(
 
 
 AttentionInterface.register(PACKED, packed_attention)
-
-
-@contextlib.contextmanager
-def attention_is(name, config):
-    """In the block the model of this config uses transformers' attention with this name."""
-    before, config._attn_implementation = config._attn_implementation, name
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
 
 
 # --- Micro-batches: every rank plans the whole step, without communication ----------------

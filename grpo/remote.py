@@ -6,9 +6,8 @@ from concurrent.futures import Future, wait
 
 import requests
 
-from grpo.client import Client
+from grpo.client import Client, Refused, Wait
 from grpo.log import in_background
-from grpo.waits import Refused, Wait
 from grpo.wire import check_facts, facts_of, pack_ids, unpack_logps
 
 REQUEST_TOKENS = 1 << 16  # about the tokens of one request; a larger group is sent alone

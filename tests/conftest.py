@@ -75,7 +75,7 @@ def model_of():
 def no_pause(monkeypatch):
     """Of waits alone: other threads sleep, too."""
     fake = SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic)
-    monkeypatch.setattr("grpo.waits.time", fake)
+    monkeypatch.setattr("grpo.client.time", fake)
 
 
 @pytest.fixture

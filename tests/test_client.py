@@ -9,8 +9,8 @@ import requests
 import torch
 from helpers import Replies, make_group, reply
 
+from grpo.client import Refused, TooLong
 from grpo.remote import ReferenceClient
-from grpo.waits import Refused, TooLong
 from grpo.wire import facts_of, pack_logps
 
 INFO = {"model": "theirs", "dtype": "float32"}
@@ -43,7 +43,7 @@ def clock(monkeypatch):
         now.slept += 1
 
     fake = SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep)
-    monkeypatch.setattr("grpo.waits.time", fake)
+    monkeypatch.setattr("grpo.client.time", fake)
     monkeypatch.setattr("grpo.client.time", fake)
     return now
 

@@ -74,7 +74,7 @@ def test_a_run_that_is_killed_and_goes_on_gives_the_losses_of_one_that_never_sto
     (process,) = start_ranks(1, command_of("grpo_ref_split", killed), log)
     wait_for_step(tmp_path / "killed", 4, process, log)
     kill(process)
-    killed |= {"grpo.waits.SPEAK_SECONDS": 1}  # and not 10
+    killed |= {"grpo.client.SPEAK_SECONDS": 1}  # and not 10
     (process,) = start_ranks(1, command_of("grpo_ref_split", killed), log)
     wait_for_step(tmp_path / "killed", 6, process, log)
     kill(server)

@@ -10,6 +10,7 @@ import torch
 from fakes import a_group, move, tiny_policy
 
 from grpo import remote as remote_module
+from grpo.client import Refused
 from grpo.proof import check_reference
 from grpo.reference import (
     LocalReference,
@@ -17,7 +18,6 @@ from grpo.reference import (
 )
 from grpo.remote import RemoteReference
 from grpo.start import make_reference
-from grpo.waits import Refused
 
 MEASURED = 1e-5  # rounding of float32 over batches
 

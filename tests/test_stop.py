@@ -17,10 +17,10 @@ ANNOUNCED = signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
 
 LISTENS = """
 import signal
-from grpo import stop, waits
+from grpo import client, stop
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` would ignore it
-waits.STOP_SECONDS, wait = 1, waits.Wait("the server", 600)
+client.STOP_SECONDS, wait = 1, client.Wait("the server", 600)
 with stop.stop.listening():
     print("listening", flush=True)
     while True:

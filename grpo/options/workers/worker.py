@@ -15,14 +15,13 @@ import time
 
 import safetensors.torch
 
-from grpo.client import CUT_OFF, Client, text_of
+from grpo.client import CUT_OFF, Client, Wait, text_of
 from grpo.log import tell
 from grpo.options.workers.policy_proof import SharedPolicy, check_proof
 from grpo.options.workers.shared_settings import check_settings, settings_of
 from grpo.policy import make_policy
 from grpo.proof import NOISE
 from grpo.rollout import Stream, sampled_and_rewarded, seed_of
-from grpo.waits import Wait
 from grpo.wire import pack_group, sha256_of
 
 

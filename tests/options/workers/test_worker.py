@@ -12,10 +12,10 @@ import torch
 from fakes import ALL_RIGHT, ALL_WRONG, MIXED
 from trainer_side import Policy, change, end, publish, serving, weights
 
+from grpo.client import Refused, TooLong
 from grpo.options.workers import worker as worker_module
 from grpo.options.workers.worker import TrainerClient, run_worker
 from grpo.rollout import Stream
-from grpo.waits import Refused, TooLong
 
 OUTCOMES = [MIXED, ALL_WRONG, MIXED, ALL_RIGHT, MIXED, MIXED, MIXED]
 USABLE = [outcome is MIXED for outcome in OUTCOMES]
