@@ -128,10 +128,10 @@ from grpo import loss as plain_loss
 from grpo.devices import out_of_memory_names
 from grpo.engine import cpu_threads, learning_rate, take_step
 from grpo.log import progress_bar, say
+from grpo.logp_checks import check_sampler
 from grpo.metrics import TokenStats, evaluate, rollout_metrics, with_kl
 from grpo.packing import plan_rounds
 from grpo.prepare import prepare
-from grpo.proof import check_sampler
 from grpo.report import check_update, leaving_evidence, log_idle, report_end, show
 from grpo.sample import keep_logps
 from grpo.start import start_run
@@ -145,7 +145,7 @@ def sample_rollout(run):
     groups: what all ranks train next, with the reference's log-probs;
     metrics: {name: mean over the sampled groups};
     sampled: every group, including those that are not trained;
-    taken: how many prompts all ranks have taken from run.stream, from Progress.prompts on.
+    taken: how many prompts all ranks have taken from run.order, from Progress.prompts on.
 
     Workers' groups are taken first; ranks sample what is missing. Each group that was started is
     finished and used: to stop when enough are complete would favor short completions.
@@ -183,7 +183,7 @@ def sample_share(run, number):
     """Yields this rank's share of the next `number` groups, each as soon as it is finished."""
     rank, step, first = dist.get_rank(), run.progress.step, run.progress.prompts
     mine = range(first + rank, first + number, dist.get_world_size())
-    prompts = (run.stream[n] for n in mine)  # line 5
+    prompts = (run.order[n] for n in mine)  # line 5
     settings = {"seed": rollout.seed_of(run.c.SEED, step, 0, rank)}  # 0: as earlier versions had it
     settings["timed"] = lambda: run.clock.part("reward")
     groups = rollout.sampled_and_rewarded(run.sampler, run.recipe, prompts, **settings)

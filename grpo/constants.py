@@ -233,7 +233,7 @@ def dict_of(what, holds):
     return f"a dict of {what} by name", fits
 
 
-DTYPE = one_of("auto", "float32", "bfloat16")  # "auto", and those of grpo.proof.NOISE
+DTYPE = one_of("auto", "float32", "bfloat16")  # "auto", and those of grpo.logp_checks.NOISE
 
 
 def checked(script, defaults, given, kinds, relations):

@@ -12,7 +12,7 @@ from statistics import fmean
 import torch
 import torch.distributed as dist
 
-from grpo.proof import EVIDENCE, MISMATCH
+from grpo.logp_checks import EVIDENCE, MISMATCH
 from grpo.ranks import all_or_none, gather_groups
 from grpo.reference import is_teacher
 from grpo.rollout import applying, is_flat, sampled_and_rewarded

@@ -8,8 +8,8 @@ import torch
 
 from grpo.devices import out_of_memory_names
 from grpo.log import announced, say
+from grpo.logp_checks import NOISE
 from grpo.models import as_umask, check_context, load_model, stop_ids, vocab_size_of
-from grpo.proof import NOISE
 from grpo.sampler import completion_text, make_decoder, stream_groups
 
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from grpo.constants import STOPPED
 from grpo.log import SPEAK_SECONDS, say
-from grpo.proof import check_reference
+from grpo.logp_checks import check_reference
 from grpo.ranks import RunFailed, all_or_none
 from grpo.reference import is_teacher
 from grpo.run import PARTS

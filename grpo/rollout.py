@@ -16,9 +16,9 @@ from grpo.sample import Group, Prompt
 
 
 # --- Prompts ------------------------------------------------------------------------
-class Stream:
+class Order:
     """An endless sequence of prompts, fixed by a seed: each epoch has all prompts in a new order.
-    stream[n] is prompt n, for any n from 0."""
+    order[n] is prompt n, for any n from 0."""
 
     def __init__(self, prompts, seed):
         self.prompts, self.seed, self.epoch, self.shuffled = prompts, seed, None, []

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from grpo.policy import Policy
-from grpo.rollout import Stream
+from grpo.rollout import Order
 from grpo.task import Recipe
 
 PARTS = ("sample", "reward", "score", "wait", "backward", "step", "publish", "other")
@@ -95,7 +95,7 @@ class Run:
     engine: object  # DeepSpeed's, around a CompletionModel of the policy's model
     recipe: Recipe  # what is sampled and how it is rewarded
     greedy: Recipe  # the recipe of an evaluation: one completion, at temperature 0
-    stream: Stream  # all ranks' prompts; Progress.prompts says which come next
+    order: Order  # all ranks' prompts; Progress.prompts says which come next
     questions: list  # of the evaluation, in the form of Recipe.prompts
     progress: Progress  # steps made, last and best evaluation, last checkpoint
     reference: object  # gives the reference's log-probs of a group: grpo/reference.py

@@ -15,7 +15,7 @@ from grpo.reference import LocalReference, NoReference, is_teacher
 from grpo.rehearsal import rehearse
 from grpo.report import RunFolder, as_json
 from grpo.resume import data_of, open_run
-from grpo.rollout import Stream
+from grpo.rollout import Order
 from grpo.run import Clock, NoWorkers, Run
 
 
@@ -107,7 +107,7 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
         engine=engine,
         recipe=recipe,
         greedy=recipe.others(GROUP_SIZE=1, TEMPERATURE=0),
-        stream=Stream(recipe.prompts, c.SEED),
+        order=Order(recipe.prompts, c.SEED),
         questions=questions,
         progress=progress,
         reference=reference,

@@ -13,7 +13,7 @@ from processes import PATIENCE, QUICK, command_of, free_port, launch, records, s
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo.proof import MISMATCH
+from grpo.logp_checks import MISMATCH
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,7 +11,7 @@ import grpo_ref_split as trainer
 from grpo.metrics import evaluate
 from grpo.ranks import RunFailed, all_or_none
 from grpo.reference import NoReference
-from grpo.rollout import Stream
+from grpo.rollout import Order
 from grpo.run import Progress
 
 
@@ -69,8 +69,8 @@ def broken_on(rank, recipe, after):
 def run_of(rank, after):
     recipe = broken_on(rank, a_recipe(prompts_of([MIXED] * 20), PROMPTS_PER_STEP=6), after)
     progress = Progress("run", 3, evaluated=2, groups=9, prompts=40)
-    stream = Stream(recipe.prompts, 0)
-    return a_run(recipe, stream=stream, progress=progress, reference=NoReference())
+    order = Order(recipe.prompts, 0)
+    return a_run(recipe, order=order, progress=progress, reference=NoReference())
 
 
 @pytest.mark.parametrize("after", [3, 99])
@@ -87,7 +87,7 @@ def test_a_step_that_fails_on_one_rank_was_not_begun_on_any(ranks, after):
         finally:
             assert run.progress == before
         assert taken == len(groups)
-        expected = {run.stream[number].index for number in range(40, 46)}
+        expected = {run.order[number].index for number in range(40, 46)}
         assert {group.index for group in groups} == expected  # each once, on one of the ranks
         return [group.id for group in groups]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fakes import a_recipe
 
-from grpo.rollout import Stream
+from grpo.rollout import Order
 from grpo.task import load_questions, load_split
 
 
@@ -42,10 +42,10 @@ def test_questions_that_are_trained_on_and_evaluated_are_counted(tokenizer, caps
 
 
 def test_every_epoch_has_each_prompt_once_in_an_order_that_may_be_read_anywhere():
-    prompts, order = list("abcdefg"), Stream(list("abcdefg"), seed=3)
-    expected = list(islice(Stream(prompts, seed=3), 140))
+    prompts, order = list("abcdefg"), Order(list("abcdefg"), seed=3)
+    expected = list(islice(Order(prompts, seed=3), 140))
     epochs = [tuple(expected[i : i + 7]) for i in range(0, 140, 7)]
     assert all(sorted(epoch) == prompts for epoch in epochs) and len(set(epochs)) == 20
     positions = torch.randperm(140, generator=torch.Generator().manual_seed(0)).tolist()
     assert all(order[at] == expected[at] for at in positions)
-    assert list(islice(Stream(prompts, seed=4), 7)) != expected[:7]
+    assert list(islice(Order(prompts, seed=4), 7)) != expected[:7]

@@ -26,7 +26,7 @@ from processes import (
     wait_for_step,
 )
 
-from grpo.proof import MISMATCH
+from grpo.logp_checks import MISMATCH
 
 HERE = Path(__file__).parent
 NOBODY = "http://127.0.0.1:9"  # where nothing listens

@@ -11,7 +11,7 @@ from fakes import a_group, move, tiny_policy
 
 from grpo import remote as remote_module
 from grpo.client import Refused
-from grpo.proof import check_reference
+from grpo.logp_checks import check_reference
 from grpo.reference import (
     LocalReference,
     NoReference,

@@ -55,7 +55,7 @@ def take_step(outcomes, *, step=0, engine=None, workers=None, reference=None, **
     prompts, recipe = recipe.pop("prompts", ()), {"PROMPTS_PER_STEP": len(outcomes)} | recipe
     run = a_run(
         a_recipe(prompts, **recipe),
-        stream=prompts_of(outcomes),
+        order=prompts_of(outcomes),
         sampler=engine or FakeEngine(),
         progress=Progress("run", step),
         reference=reference or Reference(),

@@ -12,8 +12,8 @@ from fakes import a_group, a_recipe, a_run, move, sampled, tiny_policy, totalled
 import grpo_ref_split as trainer
 from grpo import checkpoint, engine
 from grpo.forward import CompletionModel
+from grpo.logp_checks import NOISE, TILT, check_reference, check_sampler
 from grpo.metrics import TokenStats
-from grpo.proof import NOISE, TILT, check_reference, check_sampler
 from grpo.rollout import skip_if_flat
 from grpo.run import Progress
 from grpo.sample import keep_logps
@@ -197,7 +197,7 @@ def test_an_update_tells_noise_from_a_wrong_sampler(dtype, tiny, alone):
     policy = tiny_policy(tiny, dtype)
     check = functools.partial(check_sampler, sampler=SimpleNamespace(noise=NOISE[dtype]))
     check(first_update(policy, policy))
-    noises = [0.055, 0.084] if dtype == "bfloat16" else []  # published: see grpo.proof.NOISE
+    noises = [0.055, 0.084] if dtype == "bfloat16" else []  # published: see grpo.logp_checks.NOISE
     for noise in noises:
         metrics = first_update(policy, policy, noise=noise)
         assert metrics["sampler_k3"] > 1e-3 and abs(metrics["sampler_tilt"]) < TILT / 2

@@ -3,9 +3,9 @@
 import torch
 
 from grpo.forward import CompletionModel
+from grpo.logp_checks import NOISE, check_gap
 from grpo.options.workers.weights import load_weights
 from grpo.policy import Policy
-from grpo.proof import NOISE, check_gap
 from grpo.reference import score_batch
 from grpo.sampler import sample_groups
 

@@ -17,11 +17,11 @@ import safetensors.torch
 
 from grpo.client import CUT_OFF, Client, Wait, text_of
 from grpo.log import tell
+from grpo.logp_checks import NOISE
 from grpo.options.workers.policy_proof import SharedPolicy, check_proof
 from grpo.options.workers.shared_settings import check_settings, settings_of
 from grpo.policy import make_policy
-from grpo.proof import NOISE
-from grpo.rollout import Stream, sampled_and_rewarded, seed_of
+from grpo.rollout import Order, sampled_and_rewarded, seed_of
 from grpo.wire import pack_group, sha256_of
 
 
@@ -59,7 +59,7 @@ class Worker:
     def __init__(self, policy, recipe, name):
         self.policy, self.recipe, self.c, self.name = policy, recipe, recipe.c, name
         self.trainer = TrainerClient(self.c.TRAINER, self.c.WAIT_LIMIT_SECONDS)
-        self.order = Stream(recipe.prompts, f"{self.c.SEED}/{name}")
+        self.order = Order(recipe.prompts, f"{self.c.SEED}/{name}")
         # In a round: what fits SAMPLE_BATCH, or what a step trains
         self.round = min(recipe.c.PROMPTS_PER_STEP, recipe.c.SAMPLE_BATCH // recipe.c.GROUP_SIZE)
         self.groups = 0  # sampled in all, each with the next prompt of the order

@@ -13,9 +13,9 @@ from rank_threads import Ranks
 
 import grpo_ref_split as trainer
 from grpo.forward import CompletionModel
+from grpo.logp_checks import NOISE, check_gap, check_sampler
 from grpo.metrics import TokenStats
 from grpo.options.training.evidence import skip_step
-from grpo.proof import NOISE, check_gap, check_sampler
 from grpo.ranks import RunFailed
 from grpo.report import RunFolder, check_update, leaving_evidence
 from grpo.run import Progress

@@ -15,7 +15,7 @@ from trainer_side import Policy, change, end, publish, serving, weights
 from grpo.client import Refused, TooLong
 from grpo.options.workers import worker as worker_module
 from grpo.options.workers.worker import TrainerClient, run_worker
-from grpo.rollout import Stream
+from grpo.rollout import Order
 
 OUTCOMES = [MIXED, ALL_WRONG, MIXED, ALL_RIGHT, MIXED, MIXED, MIXED]
 USABLE = [outcome is MIXED for outcome in OUTCOMES]
@@ -68,7 +68,7 @@ def run(side, policy=None, name="me", expected=Ended):
 
 def in_order(side, *positions, name="me"):
     """-> the items at these positions of the worker's order."""
-    order = Stream(side.recipe.prompts, f"{side.c.SEED}/{name}")
+    order = Order(side.recipe.prompts, f"{side.c.SEED}/{name}")
     return [order[position].index for position in positions]
 
 
