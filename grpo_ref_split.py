@@ -127,12 +127,12 @@ from grpo import checkpoint, chunked, ranks, resume, rollout
 from grpo import loss as plain_loss
 from grpo.devices import out_of_memory_names
 from grpo.engine import cpu_threads, learning_rate, take_step
-from grpo.log import progress_bar, say
+from grpo.log import say
 from grpo.logp_checks import check_sampler
 from grpo.metrics import TokenStats, evaluate, rollout_metrics, with_kl
 from grpo.packing import plan_rounds
 from grpo.prepare import prepare
-from grpo.report import check_update, leaving_evidence, log_idle, report_end, show
+from grpo.report import Bar, check_update, leaving_evidence, log_idle, report_end
 from grpo.sample import keep_logps
 from grpo.start import start_run
 from grpo.stop import stop
@@ -320,7 +320,7 @@ def update(run, samples, step):
 # --- The loop: lines 4, 10 -------------------------------------------------------------
 def train(run):
     """Collective: trains for all steps; returns whether a signal stopped it earlier."""
-    c, p, bar = run.c, run.progress, progress_bar(run.progress.step, run.c.STEPS)
+    c, p, bar = run.c, run.progress, Bar(run.progress.step, run.c.STEPS)
     while True:  # line 4
         evaluate_if_due(run)  # collective
         asked = ranks.any_rank(stop.asked)  # collective
@@ -360,7 +360,7 @@ def train_on(run, groups, metrics, sampled, taken, last, bar):
             run.laps.append(run.clock.lap())
             once = metrics if number == 1 else {}  # the rollout's metrics are logged once
             run.folder.log("metrics.jsonl", {"step": p.step} | once | trained | run.laps[-1])
-            show(bar, p.step, metrics | trained | run.laps[-1])
+            bar.show(p.step, metrics | trained | run.laps[-1])
         if samples:
             check_update(run, trained, samples)  # collective
 

@@ -27,12 +27,6 @@ def tell(text):
         print(f"{time.strftime('%H:%M:%S')} {rank}{text}", file=sys.stderr, flush=True)
 
 
-def progress_bar(step, steps):
-    """Returns a tqdm bar. Only rank 0 draws it, and only if stderr is a terminal."""
-    hidden = os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty()
-    return tqdm(total=steps, initial=step, unit="step", disable=hidden)
-
-
 def in_background(function, *arguments):
     """Runs the function in a daemon thread, which it returns."""
     thread = threading.Thread(target=function, args=arguments, daemon=True)

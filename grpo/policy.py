@@ -26,9 +26,6 @@ class Policy:
     contexts: tuple = ()  # functions, called before sampling: each returns a context for it
     noise: float = 0.0  # the largest mean k3, between trainer and sampler, that counts as rounding
 
-    def __post_init__(self):
-        self.noise = NOISE[self.dtype]
-
     def stream(self, prompts, *, seed, **settings):
         """Samples groups with the current weights; see sampler.stream_groups.
 
@@ -146,5 +143,5 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_string
         from grpo.options.sampling.stop_strings import StopStrings
 
         stops = StopStrings(tokenizer, stop_strings)
-    more = dtype, stops, bool(lora_rank), contexts
+    more = dtype, stops, bool(lora_rank), contexts, NOISE[dtype]
     return Policy(name, model, tokenizer, eos_ids, vocab_size, *more)

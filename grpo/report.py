@@ -5,13 +5,16 @@ import functools
 import itertools
 import json
 import math
+import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from tqdm import tqdm
 
 from grpo.constants import STOPPED
 from grpo.log import SPEAK_SECONDS, say
@@ -135,21 +138,27 @@ class RunFolder:
 
 
 # --- What is printed ----------------------------------------------------------------
-def show(bar, step, metrics):
-    """Advances the progress bar to a step, and shows its metrics. Without a terminal it logs a line
-    instead, at most every SPEAK_SECONDS, and at the last step."""
-    found = {name: metrics.get(name) for name in SHOWN}
-    shown = [SHOWN[k].format(v) for k, v in found.items() if v is not None and math.isfinite(v)]
-    bar.set_postfix_str(" ".join(shown), refresh=False)
-    bar.update()
-    now, last, seconds = time.monotonic(), getattr(bar, "logged", -math.inf), metrics["seconds"]
-    # The mean over all steps, with evaluations and checkpoints since: a single step says little
-    before, began = vars(bar).setdefault("began", (step - 1, now - seconds))
-    if bar.disable and (step == bar.total or now - last >= SPEAK_SECONDS):
-        bar.logged = now
-        minutes = (bar.total - step) * (now - began) / (step - before) / 60
-        left = f", {minutes:.0f} minutes left" * (step < bar.total)
-        say(f"step {step} of {bar.total}: {' '.join(shown)}, {seconds:.1f} s a step{left}")
+class Bar(tqdm):
+    """Rank 0's bar on a terminal; else a line at most every SPEAK_SECONDS, and at the last step."""
+
+    def __init__(self, step, steps):
+        hidden = os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty()
+        super().__init__(total=steps, initial=step, unit="step", disable=hidden)
+        self.logged, self.began = -math.inf, None  # the last line; (step, time) at the start
+
+    def show(self, step, metrics):
+        found = {name: metrics.get(name, math.nan) for name in SHOWN}
+        shown = " ".join(SHOWN[name].format(v) for name, v in found.items() if math.isfinite(v))
+        self.set_postfix_str(shown, refresh=False)
+        self.update()
+        now, seconds = time.monotonic(), metrics["seconds"]
+        # The mean over all steps, with evaluations and checkpoints: a single step says little
+        before, began = self.began = self.began or (step - 1, now - seconds)
+        if self.disable and (step == self.total or now - self.logged >= SPEAK_SECONDS):
+            self.logged = now
+            minutes = (self.total - step) * (now - began) / (step - before) / 60
+            left = f", {minutes:.0f} minutes left" * (step < self.total)
+            say(f"step {step} of {self.total}: {shown}, {seconds:.1f} s a step{left}")
 
 
 @contextlib.contextmanager

@@ -114,12 +114,12 @@ def test_the_place_in_the_data_moves_with_the_first_update_on_a_rollout(alone, m
     run = run_of(0, after=99)
     run.c, run.laps = run.c.but(UPDATES_PER_ROLLOUT=2), []
     run.folder = SimpleNamespace(log_samples=lambda *_: None, log=lambda *_: None)
-    for name in ("show", "check_update"):
-        monkeypatch.setattr(trainer, name, lambda *_: None)
+    monkeypatch.setattr(trainer, "check_update", lambda *_: None)
     monkeypatch.setattr(trainer, "samples_to_train", lambda *_: ["a sample"])
     monkeypatch.setattr(trainer, "update", lambda *_: next(made))
     with pytest.raises(StopIteration):
-        trainer.train_on(run, [], {"groups_sampled": 7}, [], 6, 99, None)
+        bar = SimpleNamespace(show=lambda *_: None)
+        trainer.train_on(run, [], {"groups_sampled": 7}, [], 6, 99, bar)
     p = run.progress
     assert (p.step, p.prompts, p.groups) == (4, 40 + 6, 9 + 7)
 

@@ -12,10 +12,10 @@ import torch
 from fakes import a_recipe, a_run
 
 import grpo_ref_split as trainer
-from grpo import log, report
+from grpo import report
 from grpo.metrics import peak_gb
 from grpo.options.training.reporters import REPORTERS
-from grpo.report import RunFolder, show
+from grpo.report import Bar, RunFolder
 from grpo.run import Progress
 
 
@@ -74,9 +74,9 @@ STEP = {"reward": 0.5, "accuracy": 0.25, "completions/mean_length": 80.0, "secon
 def test_in_a_file_steps_are_lines_ten_seconds_apart_and_the_last(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
-    bar = log.progress_bar(2, 9)
+    bar = Bar(2, 9)
     for step in range(3, 10):
-        show(bar, step, STEP | {"kl": math.nan if step == 3 else 0.01})
+        bar.show(step, STEP | {"kl": math.nan if step == 3 else 0.01})
         now[0] += 6.0
     printed = capsys.readouterr()
     lines = [line[9:] for line in printed.out.splitlines()]  # without the time
@@ -88,10 +88,10 @@ def test_in_a_file_steps_are_lines_ten_seconds_apart_and_the_last(monkeypatch, c
 def test_the_minutes_left_are_those_of_all_steps_and_evaluations(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
-    bar = log.progress_bar(2, 9)
+    bar = Bar(2, 9)
     for step, (seconds, between) in enumerate([(120, 0), (600, 0), (60, 180)], start=3):
         now[0] += seconds + between  # an evaluation before the last of the three
-        show(bar, step, STEP | {"seconds": seconds})
+        bar.show(step, STEP | {"seconds": seconds})
     found = re.findall(r"(\d+)\.0 s a step, (\d+) minutes left", capsys.readouterr().out)
     assert found == [("120", "12"), ("600", "30"), ("60", "21")]  # 6 x 2; 5 x 6; 4 x 5.33
 
@@ -106,10 +106,10 @@ def test_rewards_that_take_most_of_the_first_step_are_said(alone, capsys):
 
 def test_in_a_terminal_the_bar_is_rank_0s(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    show(bar := log.progress_bar(0, 3), 1, STEP | {"tokens_per_second": 70.0})
+    (bar := Bar(0, 3)).show(1, STEP | {"tokens_per_second": 70.0})
     bar.close()
     monkeypatch.setenv("RANK", "1")
-    assert log.progress_bar(0, 3).disable
+    assert Bar(0, 3).disable
     printed = capsys.readouterr()
     assert "1/3" in printed.err and "70 tokens/s" in printed.err and printed.out == ""
 

@@ -88,18 +88,18 @@ def test_signals_that_announce_an_end_stop_a_trainer_unless_they_are_ignored_or_
 HANGS_UP = """
 import sys, time
 from pathlib import Path
-from grpo.log import progress_bar, say, tell
-from grpo.report import show
+from grpo.log import say, tell
+from grpo.report import Bar
 from grpo.stop import stop
 
-bar = progress_bar(0, 9)
+bar = Bar(0, 9)
 with stop.listening():
     say("listening")
     while not stop.asked:
         time.sleep(0.01)
     for step in range(2):  # no terminal is left to print to
         time.sleep(0.2)
-        show(bar, step, {"seconds": 1.0})
+        bar.show(step, {"seconds": 1.0})
         say("saved")
         tell("saved")
     bar.close()
