@@ -31,6 +31,7 @@ CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 # The chat template may have opened the first
 THOUGHTS = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?</think>", re.DOTALL)
 FORM = 'write <tool_call>{"name": "...", "arguments": {...}}</tool_call>'
+SAID = set()  # (a task's id, a kind of failure) that were logged
 KINDS = {"string": str, "integer": int, "number": int | float, "boolean": bool}
 KINDS |= {"array": list, "object": dict}
 
@@ -131,9 +132,8 @@ class Tools:
             self.failed -= 1  # but for a call that takes too long
         except Failed as failed:
             told = f"error: {failed.told}"
-            seen = vars(self.task).setdefault("_failures_logged", set())
-            if failed.kind not in seen:
-                seen.add(failed.kind)
+            if (kind := (id(self.task), failed.kind)) not in SAID:
+                SAID.add(kind)
                 say(f"a tool call failed, the first of its kind{failed.where}: {told:.500}")
         most = getattr(self.task, "MAX_RESULT_CHARS", MAX_RESULT_CHARS)
         cut = f"\n... (cut: the first {most} of {len(told)} characters)" if len(told) > most else ""
