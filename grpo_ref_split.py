@@ -284,7 +284,7 @@ def accumulate(run, samples):
     rounds = plan_rounds(samples, engine.module.packs, rank, world, run.c.MICRO_BATCH_TOKENS)
     for done, (batch, is_filler) in enumerate(rounds, start=1):
         engine.set_gradient_accumulation_boundary(done == len(rounds))
-        hidden, ids = engine([s.prompt for s in batch], [s.ids for s in batch])
+        hidden, ids = engine([s.group.prompt for s in batch], [s.ids for s in batch])
         loss, stats = batch_loss(run.c, hidden, engine.module.head, ids, batch, vocab)
         if is_filler:
             engine.backward(0 * loss)  # collective

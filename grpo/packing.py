@@ -203,7 +203,7 @@ def plan_micro_batches(sizes, world, budget):
 def plan_rounds(samples, packs, rank, world, budget):
     """Returns this rank's (samples, is_filler) in each round of plan_micro_batches. All ranks join
     each round, so a rank without a micro-batch gets a filler."""
-    sizes = sizes_of([s.prompt for s in samples], [s.ids for s in samples], packs)
+    sizes = sizes_of([s.group.prompt for s in samples], [s.ids for s in samples], packs)
     filler = min(samples, key=lambda s: len(s.ids))  # its loss is multiplied by 0
     plan = plan_micro_batches(sizes, world, budget)
     mine = [[samples[i] for i in batches[rank]] for batches in plan]

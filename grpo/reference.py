@@ -72,7 +72,7 @@ class LocalReference(NoReference):
     def fill(self, groups, budget):
         """Scores the groups in batches of `budget` tokens, MICRO_BATCH_TOKENS: without a gradient
         each takes less memory than it does in training."""
-        pairs = [([s.prompt for s in g.samples], [s.ids for s in g.samples]) for g in groups]
+        pairs = [([g.prompt] * len(g.samples), [s.ids for s in g.samples]) for g in groups]
         settings = {"temperature": self.c.TEMPERATURE, "vocab_size": self.policy.vocab_size}
         with self.as_reference():
             found = score_groups(self.model, pairs, budget=budget, **settings)

@@ -63,7 +63,7 @@ def train_longest(c, policy, engine, batch_loss, prompt):
     engine.set_gradient_accumulation_boundary(False)
     batches = [largest_batch(c, prompt, model.packs, length) for length in completion_lengths(c)]
     for batch in (batches[0][:1], *batches):
-        hidden, ids = engine([s.prompt for s in batch], [s.ids for s in batch])
+        hidden, ids = engine([s.group.prompt for s in batch], [s.ids for s in batch])
         loss, _ = batch_loss(c, hidden, model.head, ids, batch, policy.vocab_size)
         engine.backward(0 * loss)  # collective
     optimizer.micro_step_id = before  # else offload adds to what this has left in RAM

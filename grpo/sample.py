@@ -51,10 +51,6 @@ class Sample:
     old_logps: list[float] | None = None  # the same, in the rollout's first; or the sampler's
 
     @property
-    def prompt(self):
-        return self.group.prompt
-
-    @property
     def length(self):
         """The number of tokens that the model wrote. Only these are trained."""
         return sum(self.is_model_token) if self.is_model_token else len(self.ids)

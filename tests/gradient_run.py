@@ -38,7 +38,7 @@ def make_rows(policy, loss_type):
             for n in (4 + i % 3, 1 + 4 * i)
         )
         if i % 2:
-            prompt = rows[-1].prompt  # a group of two
+            prompt = rows[-1].group.prompt  # a group of two
         with torch.no_grad():  # old and reference log-probs near the model's, as they are in a run
             hidden, ids = model([prompt], [completion])
             logps = linear_logps(hidden, model.head, ids, vocab_size=policy.vocab_size)
@@ -61,7 +61,7 @@ def plain_gradient(policy, rows):
     c = trainer_constants(trainer.DEFAULTS, {})
     model = CompletionModel(policy.model)
     model.packs = False
-    hidden, ids = model([row.prompt for row in rows], [row.ids for row in rows])
+    hidden, ids = model([row.group.prompt for row in rows], [row.ids for row in rows])
     with mock.patch.object(trainer.chunked, "linear_logps", linear_logps):
         loss, _ = trainer.batch_loss(c, hidden, model.head, ids, rows, policy.vocab_size)
     gradient = torch.autograd.grad(loss, list(policy.model.parameters()))

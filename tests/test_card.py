@@ -34,7 +34,7 @@ def gradient_of(model, fused, checkpointing):
         ids = torch.randint(100, (length,), generator=draw).tolist()
         more = {"ref_logps": numbers(), "advantage": 1.0 - 0.5 * length % 3, "weight": 0.1}
         batch += Group(0, None, prompt, [Sample(ids, numbers(), **more)]).samples
-    hidden, ids = ours([s.prompt for s in batch], [s.ids for s in batch])
+    hidden, ids = ours([s.group.prompt for s in batch], [s.ids for s in batch])
     c = a_recipe(FUSED_LOSS=fused, KL_BETA=0.04).c
     trainer.batch_loss(c, hidden, ours.head, ids, batch, 110)[0].backward()
     return torch.cat([p.grad.flatten().double().cpu() for p in ours.parameters()])

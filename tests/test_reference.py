@@ -42,7 +42,7 @@ GROUPS = groups_of((3, 1), (2, 7), (4,))
 
 
 def own_logps(policy, group):
-    return torch.tensor([p for s in group.samples for p in policy.logps(s.prompt, s.ids)])
+    return torch.tensor([p for s in group.samples for p in policy.logps(s.group.prompt, s.ids)])
 
 
 def gap(reference, policy):

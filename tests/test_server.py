@@ -88,7 +88,7 @@ def reference(tiny):
 
 def expected(policy, group):
     """-> the policy's log-probs of a group, sequence by sequence."""
-    return torch.tensor([p for s in group.samples for p in policy.logps(s.prompt, s.ids)])
+    return torch.tensor([p for s in group.samples for p in policy.logps(s.group.prompt, s.ids)])
 
 
 def test_scores_are_the_models_own_log_probs(reference, tiny):

@@ -62,7 +62,7 @@ def train_longest(c, policy, model):
         weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
     for completion in rehearsal.completion_lengths(c):
         batch = rehearsal.largest_batch(c, c.MAX_PROMPT_TOKENS, model.packs, completion)
-        hidden, ids = model([s.prompt for s in batch], [s.ids for s in batch])
+        hidden, ids = model([s.group.prompt for s in batch], [s.ids for s in batch])
         trainer.batch_loss(c, hidden, model.head, ids, batch, policy.vocab_size)[0].backward()
         hidden = ids = None
 

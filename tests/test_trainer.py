@@ -52,7 +52,7 @@ def test_differences_of_rewards_count_at_any_level(level, step):
 def test_rows_by_hand():
     rows = rows_of(a_group(MIXED), ADVANTAGE_STD=False)
     assert [row.ids for row in rows] == [[10, 11, 12], [13]]
-    assert [row.prompt for row in rows] == [[5, 6]] * 2
+    assert [row.group.prompt for row in rows] == [[5, 6]] * 2
     assert [row.advantage for row in rows] == [2.0, -2.0]  # 1 and -3, less their mean -1
     assert [row.logps for row in rows] == [[-1, -2, -3], [-4]]
     assert [row.weight for row in rows] == pytest.approx([1 / 6, 1 / 2])  # 1 / (2 sequences x T)
@@ -178,7 +178,7 @@ def first_update(policy, sampler, *, temperature=1.0, noise=0.0):
 
 def loss_of(policy, rows, **constants):
     model = CompletionModel(policy.model)
-    hidden, ids = model([row.prompt for row in rows], [row.ids for row in rows])
+    hidden, ids = model([row.group.prompt for row in rows], [row.ids for row in rows])
     c = a_recipe(**constants).c
     return trainer.batch_loss(c, hidden, model.head, ids, rows, policy.vocab_size)
 

@@ -65,7 +65,7 @@ def test_a_group_comes_back(mask):
 def test_ids_come_back_with_a_prompt_for_each_completion():
     groups = [make_group((3, 1), seed=1, prompt=2), make_group((5,), seed=2, prompt=7)]
     prompts, completions = ids_by_sequence(unpack_ids(pack_ids(groups), **LIMITS))
-    assert prompts == [s.prompt for g in groups for s in g.samples]
+    assert prompts == [s.group.prompt for g in groups for s in g.samples]
     assert completions == [s.ids for g in groups for s in g.samples]
     assert prompts[0] is prompts[1]  # of 64 completions it is kept once
 

@@ -37,7 +37,7 @@ def samples_of(sampler, prompts=PROMPTS, **constants):
 def updated(policy, samples, **constants):
     """-> the metrics of a forward pass of one rank, which keeps its log-probs."""
     model, c = CompletionModel(policy.model), a_recipe(**CONSTANTS | constants).c
-    hidden, ids = model([s.prompt for s in samples], [s.ids for s in samples])
+    hidden, ids = model([s.group.prompt for s in samples], [s.ids for s in samples])
     loss, stats = trainer.batch_loss(c, hidden, model.head, ids, samples, policy.vocab_size)
     means = TokenStats("cpu")
     means.add(loss, stats)

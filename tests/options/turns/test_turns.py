@@ -273,7 +273,7 @@ def test_own_log_probs_are_those_of_a_plain_forward_of_the_whole_talk(policy, mo
     assert len({len(talk.text) for talk in found}) == 3
     for group in [group.samples for group in groups]:
         with torch.no_grad():
-            hidden, ids = model([talk.prompt for talk in group], [talk.ids for talk in group])
+            hidden, ids = model([talk.group.prompt for talk in group], [talk.ids for talk in group])
             logps = linear_logps(hidden, model.head, ids, vocab_size=policy.vocab_size)
         own = torch.tensor([of_model for talk in group for of_model in talk.is_model_token])
         gap = logps - torch.tensor([p for talk in group for p in talk.logps])
@@ -309,7 +309,7 @@ def test_the_tasks_tokens_are_not_trained_and_count_nowhere(group, policy, loss_
     tokens = {"grpo": [2 * n for n in counts], "dapo": [sum(counts)] * 2}[loss_type]
     assert [1 / row.weight for row in rows] == pytest.approx(tokens)
     model = CompletionModel(policy.model)
-    parts = [row.prompt for row in rows], [row.ids for row in rows]
+    parts = [row.group.prompt for row in rows], [row.ids for row in rows]
 
     hidden, ids = model(*parts)
     loss, stats = trainer.batch_loss(recipe.c, hidden, model.head, ids, rows, policy.vocab_size)
