@@ -60,10 +60,9 @@ def run(program, calls=()):
         own = {"stdout": out, "stderr": errors, "cwd": "/", "env": {}, "start_new_session": True}
         child = subprocess.Popen(command, stdin=subprocess.PIPE, **own)
         try:
-            child.communicate(json.dumps([program, calls]).encode(), timeout=SECONDS)
-            status = child.returncode
-        except subprocess.TimeoutExpired:
-            pass
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.communicate(json.dumps([program, calls]).encode(), timeout=SECONDS)
+                status = child.returncode
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
@@ -90,9 +89,10 @@ def tests_of(item):
 
 
 def messages(item):
-    """Returns the chat that asks for a program, and shows the first of its tests."""
-    (call, value), *_ = item["tests"]
-    text = f"{item['prompt']} For example, {call} is {value!r}. Write Python in a ```python block."
+    """Returns the chat that asks for a program, and shows the first of its tests if it has more."""
+    (call, value), *more = item["tests"]
+    shown = f" For example, {call} is {value!r}." * bool(more)
+    text = f"{item['prompt']}{shown} Write Python in a ```python block."
     return [{"role": "user", "content": text}]
 
 

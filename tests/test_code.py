@@ -45,7 +45,6 @@ WRONG = [
     "def add(a, b): return open",
     "import builtins; builtins.repr = lambda _: '(' * 9999\ndef add(a, b): return a + b",
     "import builtins; builtins.repr = lambda _: 'A' * 9999\ndef add(a, b): return a + b",
-    # It looks for what it must print
     "import sys; print(sys.argv, sys.stdin.read(), vars(sys.modules['__main__'])); sys.exit()",
     "import os; print(*map(repr, (os.environ, os.listdir('/proc/self/fd')))); os._exit(0)",
     f"{ADD}\nimport atexit, os; atexit.register(os._exit, 1)", "\ud800", "\0", "x = (" * 500,
@@ -154,6 +153,7 @@ def test_tests_that_are_no_call_and_value_are_left_out(tmp_path, monkeypatch):
     assert item["tests"] == [("f(1)", [1, (2.5, None)]), ("set(f(6))", {1}), ("f(7)", -7)]
     (message,) = code.messages(item)
     assert "f?" in message["content"] and "f(1) is [1, (2.5, None)]" in message["content"]
+    assert "is 3" not in code.messages({"prompt": "", "tests": [("f(1)", 3)]})[0]["content"]
     assert code.gold(item) == "```python\ndef f(x): ...\n```" and code.gold(ITEM) is None
     assert is_right(code.gold({"code": ADD}))
     odd = "import collections as c\n"
