@@ -51,14 +51,9 @@ def greedy_answers(folder, task, items, c):
     stops = getattr(c, "STOP_STRINGS", ())
     policy = load_policy(folder, load_tokenizer(folder), "float32", stop_strings=stops)
     prompts = [prompt_ids(policy.tokenizer, task.messages(item)) for item in items]
-    groups = policy.stream(
-        itertools.starmap(Prompt, enumerate(prompts)),
-        seed=0,
-        group_size=1,
-        max_sequences=len(prompts),
-        max_new_tokens=c.MAX_COMPLETION_TOKENS,
-        temperature=0,
-    )
+    settings = {"seed": 0, "group_size": 1, "temperature": 0, "max_sequences": len(prompts)}
+    settings["max_new_tokens"] = c.MAX_COMPLETION_TOKENS
+    groups = policy.stream(itertools.starmap(Prompt, enumerate(prompts)), **settings)
     return [policy.text(completion) for _, (completion,) in sorted(groups)]
 
 
@@ -143,9 +138,6 @@ def main(seed, rewards="plain", **constants):
     plot.plot(folder)
     before, after = true_equations(model), true_equations(final)
     print(f"\nGreedy answers with a true equation: {before:.0%} -> {after:.0%}.")
-    if rewards == "plain":
-        print("GRPO made the model use an operator and a format that it knew but rarely chose. It")
-        print("taught no arithmetic. The questions are new; their numbers also occur in training.")
     print(f"Model: {final}   curves: {folder}/curves.png   samples: {folder}/samples.jsonl")
     print("For your task: python -m tasks my/task.py OUT=runs/my_model (see README.md)\n")
     records = map(json.loads, Path(folder, "metrics.jsonl").read_text().splitlines())

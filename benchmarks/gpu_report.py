@@ -45,8 +45,6 @@ LEAST_SECONDS = 10  # with less time left a part does not begin
 WORK = ROOT / "runs/gpu_report"  # the runs of the parts, and the models that they share
 PACKED = ".log", ".jsonl", "run.json"
 WRONG = 3  # exit status of a part that has found a fault
-# If facts finds that the allocator refuses the scripts' settings, the other parts run with these
-FIXED_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}
 SHOWN_LINES, SHOWN_COLUMNS = 120, 300  # of each log, the last ones; the archive has all
 
 
@@ -101,11 +99,7 @@ def report(parts, out, minutes):
             write(outcomes, out)
             seconds = min(seconds * max(1, minutes / MINUTES), left)
             print(f"{name}, up to {seconds:.0f} s ...", flush=True)
-            run = functools.partial(run_part, command, logs / f"{name}.log", seconds)
-            outcomes[name] = run()
-            if name == "facts" and outcomes[name].startswith(f"FAILED ({WRONG})"):
-                os.environ.update(FIXED_SEGMENTS)
-                outcomes[name] += f"; then, as all other parts with {FIXED_SEGMENTS}, {run()}"
+            outcomes[name] = run_part(command, logs / f"{name}.log", seconds)
             print(f"{name}: {outcomes[name]}", flush=True)
     finally:
         write(outcomes, out)
