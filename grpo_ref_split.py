@@ -303,7 +303,7 @@ def update(run, samples, step):
     metrics. If the gradient is not finite, no weight changes ("skipped")."""
     c, rate = run.c, learning_rate(run.c, step)
     limit = out_of_memory_names("MICRO_BATCH_TOKENS", c.MICRO_BATCH_TOKENS)
-    by_workers = any(sample.old_logps is not None for sample in samples)
+    by_workers = any(sample.group.sampler != "trainer" for sample in samples)
     with run.clock.part("backward"), cpu_threads(), limit:
         metrics = accumulate(run, samples)  # collective
     with leaving_evidence(run, step, samples, metrics):  # collective

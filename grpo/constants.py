@@ -21,8 +21,7 @@ SCRIPTS = "grpo_ref_split.py", "ref_server.py"  # a preset may set constants of 
 
 
 class Constants:
-    """The constants of a run, as attributes that can't be set. What a run finds out is in fields of
-    Run and Recipe."""
+    """The constants of a run, as attributes that can't be set."""
 
     def __init__(self, values):
         vars(self).update({name: copy.copy(value) for name, value in values.items()})
@@ -115,7 +114,8 @@ def code_of(folder):
     with contextlib.suppress(OSError, ValueError):  # reported when it is loaded
         config = json.loads(Path(folder, "config.json").read_bytes())
     package = importlib.util.find_spec("transformers").submodule_search_locations[0]
-    known = Path(package, "models", str(config.get("model_type")).replace("-", "_")).exists()
+    kind = f'"{config.get("model_type")}"'
+    known = any(kind in path.read_text("utf-8") for path in Path(package).glob("models/auto/*.py"))
     return OWN_CODE if "auto_map" in config and not known else ""
 
 

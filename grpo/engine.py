@@ -108,10 +108,8 @@ def training_threads():
         return torch.get_num_threads()
     # Set by deepspeed, or torchrun. If each rank took all cores, a step would take twice the time
     ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
-    bound = getattr(
-        os, "sched_getaffinity", lambda _: range(os.cpu_count())
-    )  # macOS binds no cores
-    return max(1, len(bound(0)) // ranks)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, cores // ranks)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
 """Loads models and tokenizers (any AutoModelForCausalLM), and handles how families differ: the EOS
-token, chat roles, arguments of forward, and what a cache holds."""
+token and chat roles (forward.py: what forward accepts, and what a cache holds)."""
 
 import contextlib
 import functools

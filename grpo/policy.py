@@ -21,10 +21,10 @@ class Policy:
     eos_ids: set[int]
     vocab_size: int  # V: ids of the tokenizer; the embedding may be padded beyond them
     dtype: str
+    noise: float  # the largest mean k3, between trainer and sampler, that counts as rounding
     stop_strings: object = None  # StopStrings, or None
     lora: bool = False  # whether adapters are trained, and the model itself is frozen
     contexts: tuple = ()  # functions, called before sampling: each returns a context for it
-    noise: float = 0.0  # the largest mean k3, between trainer and sampler, that counts as rounding
 
     def stream(self, prompts, *, seed, **settings):
         """Samples groups with the current weights; see sampler.stream_groups.
@@ -143,5 +143,5 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_string
         from grpo.options.sampling.stop_strings import StopStrings
 
         stops = StopStrings(tokenizer, stop_strings)
-    more = dtype, stops, bool(lora_rank), contexts, NOISE[dtype]
+    more = dtype, NOISE[dtype], stops, bool(lora_rank), contexts
     return Policy(name, model, tokenizer, eos_ids, vocab_size, *more)

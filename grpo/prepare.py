@@ -62,7 +62,7 @@ def preview(recipe, tokenizer, number):
     c = recipe.c
     if "tools" in recipe.chat_options and "tools" not in str(tokenizer.chat_template):
         say("the chat template does not show TOOLS: messages() must explain them and their calls")
-    elif "tools" in recipe.chat_options:
+    elif hasattr(recipe.task, "TOOL_SCHEMAS"):
         from grpo.options.turns.tools import FORM, unread_call
 
         if call := unread_call(recipe, tokenizer):

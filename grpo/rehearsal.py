@@ -86,5 +86,5 @@ def largest_batch(c, prompt, packs, completion):
     number = len(pack_by_tokens(sizes, c.MICRO_BATCH_TOKENS)[0])
     logps = [-1.0] * completion
     others = {"ref_logps": logps, "old_logps": logps, "advantage": 1.0, "weight": 1e-3}
-    samples = [Sample([1] * completion, logps, **others) for _ in range(number)]
-    return [Group(-1, None, p, [s]).samples[0] for s, p in zip(samples, prompts, strict=False)]
+    one = lambda: Sample([1] * completion, logps, **others)
+    return [Group(-1, None, prompt, [one()]).samples[0] for prompt in prompts[:number]]

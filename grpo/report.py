@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from grpo.constants import STOPPED
+from grpo.constants import ROOT, STOPPED
 from grpo.log import SPEAK_SECONDS, say
 from grpo.logp_checks import check_reference
 from grpo.ranks import RunFailed, all_or_none
@@ -24,7 +24,6 @@ from grpo.reference import is_teacher
 from grpo.run import PARTS
 from grpo.stop import stop
 
-ROOT = Path(__file__).parents[1]
 ITEM_CHARS = 2000  # of each value of an item in samples.jsonl
 SHOWN = {  # the metrics in the progress bar, if the step has them
     "reward": "reward {:+.2f}",
@@ -65,7 +64,6 @@ class RunFolder:
         self.path, self.reporters = Path(path), reporters
         self.files = [self.path / name for name in ("metrics.jsonl", "samples.jsonl")]
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / STOPPED).unlink(missing_ok=True)
 
     def close(self):
         for reporter in self.reporters:

@@ -17,8 +17,7 @@ from grpo.sample import Group, Prompt
 
 # --- Prompts ------------------------------------------------------------------------
 class Order:
-    """An endless sequence of prompts, fixed by a seed: each epoch has all prompts in a new order.
-    order[n] is prompt n, for any n from 0."""
+    """An endless sequence, order[n] for any n: each epoch has all prompts, shuffled anew."""
 
     def __init__(self, prompts, seed):
         self.prompts, self.seed, self.epoch, self.shuffled = prompts, seed, None, []

@@ -28,7 +28,7 @@ class Progress:
     bad: int = 0  # updates in a row that were not finite
     checked: bool = False  # whether the first update has passed its check
     groups: int = 0  # groups that ranks and workers sampled since step 0
-    prompts: int = 0  # of the stream, that ranks have taken; both move when a rollout is trained
+    prompts: int = 0  # of the order, that ranks have taken; both move when a rollout is trained
 
     def passed(self, every, before):
         """Returns whether a multiple of `every` lies after step `before`, up to now (0: never)."""

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from grpo.checkpoint import check_disk, try_save
+from grpo.constants import STOPPED
 from grpo.devices import out_of_memory_names
 from grpo.engine import make_engine, training_threads
 from grpo.log import say
@@ -99,6 +100,7 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     if progress.step < c.STEPS:
         rehearse(c, policy, engine, batch_loss, recipe, questions)  # collective
     workers = serve_workers(c, recipe, policy, progress)  # collective
+    Path(c.RUN_DIR, STOPPED).unlink(missing_ok=True)  # of a run that resumes
     return Run(
         c=c,
         record=record,

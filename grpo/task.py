@@ -159,10 +159,13 @@ def load_split(c, task, split, tokenizer):
         try:
             prompts.append(Question(index, item, ids_of(c, task, item, tokenizer)))
         except TaskError as fault:
-            faults.append(f"\n  number {index}: {fault}")
+            faults.append(fault)
+    if faults and not prompts:
+        raise faults[0]  # of messages(), or of the chat template
     if faults:
-        what = f"{len(faults)} of the {len(items)} items of load({split!r}) are wrong: correct them"
-        raise SystemExit("".join([f"{what}, or leave them out", *faults[:3]]))
+        first = "".join(f"\n  {fault}" for fault in faults[:3])
+        what = f"{len(faults)} of the {len(items)} items of load({split!r}) are wrong"
+        raise SystemExit(f"{what}: correct them, or leave them out{first}")
     lengths = sorted(len(ids) for _, _, ids in prompts)
     rows = getattr(config_of(c.MODEL), "vocab_size", math.inf)
     known, high = [p for p in prompts if max(p.ids) < rows], max(max(p.ids) for p in prompts)

@@ -105,8 +105,8 @@ def test_backward_and_optimiser_have_the_ranks_share_of_the_cores(monkeypatch):
     run.reference = SimpleNamespace(info={"model": "tiny"})
     checks = []
     monkeypatch.setattr(trainer, "check_sampler", lambda *given: checks.append(given[2]))
-    for old in (None, [-1.0]):
-        trainer.update(run, [SimpleNamespace(old_logps=old)], 1)
+    for sampler in ("trainer", "worker"):
+        trainer.update(run, [SimpleNamespace(group=SimpleNamespace(sampler=sampler))], 1)
     assert seen == [before + 1] * 4 and torch.get_num_threads() == before
     assert checks == [False, True]  # a worker may sample in bfloat16
 

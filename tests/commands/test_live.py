@@ -9,6 +9,7 @@ import helpers
 import pytest
 
 from grpo.commands import live
+from grpo.constants import STOPPED
 from grpo.report import RunFolder
 
 ROOT = Path(__file__).parents[2]
@@ -199,7 +200,7 @@ def test_the_end_of_a_run_is_written_and_shown_at_once(tmp_path, monkeypatch):
     assert look(app)["status"] == "running"
     folder.close()
     assert look(app)["status"] == "stopped"
-    RunFolder(tmp_path / "run")  # it resumes
+    (tmp_path / "run" / STOPPED).unlink()  # it resumes
     assert look(app)["status"] == "running"
 
 
