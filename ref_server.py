@@ -70,8 +70,8 @@ import torch
 
 from grpo.devices import accelerator
 from grpo.forward import CompletionModel
+from grpo.gate import Busy, Gate, listen, token_for, url_of
 from grpo.models import context_of, load_model, load_tokenizer, weights_of
-from grpo.options.workers.gate import Busy, Gate, listen, token_for, url_of
 from grpo.reference import score_groups
 from grpo.stop import ANNOUNCE, STOPS, leave
 from grpo.wire import facts_of, ids_by_sequence, pack_logps, unpack_ids

@@ -129,7 +129,7 @@ def compare(model, case):
 
 def vllm(folder):
     """Run in a separate process: prints the median tokens a second, as JSON."""
-    from grpo.options.sampling.vllm_policy import VLLMPolicy
+    from grpo.options.vllm_policy import VLLMPolicy
 
     case = json.loads(Path(folder, "case.json").read_text())
     prompts, rates = case["prompts"], []

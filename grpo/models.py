@@ -170,7 +170,7 @@ def load_model(name, dtype, vocab_size, bits=16):
     place = {} if device == "cpu" else {"device_map": {"": device}}
     load = whole_model
     if bits == 4:
-        from grpo.options.training.four_bits import load_in_4_bits
+        from grpo.options.four_bits import load_in_4_bits
 
         load = functools.partial(load_in_4_bits, whole_model)
     model = load(name, dtype=getattr(torch, dtype), **place)

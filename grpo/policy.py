@@ -114,7 +114,7 @@ def make_sampler(c, policy):
     """Collective: returns this rank's sampler (SAMPLER): the policy itself, or vLLM."""
     if c.SAMPLER == "torch":
         return policy
-    from grpo.options.sampling.vllm_policy import VLLMPolicy
+    from grpo.options.vllm_policy import VLLMPolicy
 
     with announced("vLLM to start"):
         return VLLMPolicy(c, policy.tokenizer, policy.model)
@@ -130,7 +130,7 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_string
         give_float32_head(model)
         contexts.append(functools.partial(ConvertedHead, model))
     if lora_rank:
-        from grpo.options.training.lora import MergedAdapters, add_adapters
+        from grpo.options.lora import MergedAdapters, add_adapters
 
         add_adapters(model, lora_rank)
         if bits == 16:
@@ -140,7 +140,7 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_string
     model.generation_config.eos_token_id = sorted(eos_ids)  # a checkpoint ends where the run did
     stops = None
     if stop_strings:
-        from grpo.options.sampling.stop_strings import StopStrings
+        from grpo.options.stop_strings import StopStrings
 
         stops = StopStrings(tokenizer, stop_strings)
     more = dtype, NOISE[dtype], stops, bool(lora_rank), contexts

@@ -57,11 +57,11 @@ class LocalReference(NoReference):
         self.as_reference = contextlib.nullcontext
         self.what, model = "a copy of MODEL", policy.model
         if c.REFERENCE:
-            from grpo.options.training.teacher import load_teacher
+            from grpo.options.teacher import load_teacher
 
             self.what, model, self.info["model"] = load_teacher(c, policy)
         elif c.LORA_RANK:
-            from grpo.options.training.lora import adapters_off
+            from grpo.options.lora import adapters_off
 
             self.what = "the policy's model without its adapters"
             self.as_reference = functools.partial(adapters_off, model)

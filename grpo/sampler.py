@@ -160,7 +160,7 @@ def make_decoder(model):
     """Returns a decoder with a KV cache, or the one without, which is right for any model."""
     if can_cache(model):
         return CachedDecoder(model)
-    from grpo.options.sampling.plain_decoder import PlainDecoder
+    from grpo.options.plain_decoder import PlainDecoder
 
     return PlainDecoder(model)
 

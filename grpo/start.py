@@ -71,7 +71,7 @@ def make_reporters(c, record, progress):
     """Returns rank 0's reporters (REPORT_TO)."""
     if not c.REPORT_TO or dist.get_rank():
         return []
-    from grpo.options.training.reporters import REPORTERS
+    from grpo.options.reporters import REPORTERS
 
     return [REPORTERS[name](record, progress) for name in c.REPORT_TO]
 

@@ -11,7 +11,7 @@ from documents import ROOT
 LINES = 5_251  # of our files that a plain run loads: a ceiling, which only goes down
 SERVER = {f"grpo/{name}.py" for name in ("client", "remote", "wire")}  # only with REF_SERVER
 HALF = {"training/rounded_step", "training/rounding", "sampling/float32_head"}  # bfloat16
-HALF |= {"training/lora"}  # that those import
+HALF |= {"lora"}  # that those import
 HALF = {f"grpo/options/{name}.py" for name in HALF}
 RARE = {  # files of which such a run executes fewer than 60 % of the lines: what the others are for
     "grpo/devices.py",  # GPUs, and lack of memory

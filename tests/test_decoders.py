@@ -16,7 +16,7 @@ from families import (
 )
 from peft import LoraConfig
 
-from grpo.options.sampling.plain_decoder import PlainDecoder
+from grpo.options.plain_decoder import PlainDecoder
 from grpo.sample import Prompt
 from grpo.sampler import CachedDecoder, make_decoder, stream_groups
 

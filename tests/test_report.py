@@ -14,7 +14,7 @@ from fakes import a_recipe, a_run
 import grpo_ref_split as trainer
 from grpo import report
 from grpo.metrics import peak_gb
-from grpo.options.training.reporters import REPORTERS
+from grpo.options.reporters import REPORTERS
 from grpo.report import Bar, RunFolder
 from grpo.run import Progress
 

@@ -17,9 +17,9 @@ from helpers import LIMITS, VOCAB, call, make_group, refused
 from processes import PATIENCE, command_of, start
 
 import ref_server
+from grpo.gate import listen
 from grpo.log import in_background
 from grpo.models import weights_of
-from grpo.options.workers.gate import listen
 from grpo.remote import ReferenceClient
 from grpo.wire import facts_of, pack_ids, unpack_ids, unpack_logps
 from ref_server import Reference, make_app

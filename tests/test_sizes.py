@@ -22,7 +22,7 @@ from grpo import chunked, rehearsal
 from grpo.devices import out_of_memory_names
 from grpo.forward import CompletionModel
 from grpo.models import load_model
-from grpo.options.training.lora import ALL
+from grpo.options.lora import ALL
 from grpo.policy import Policy
 from grpo.run import Clock
 from grpo.sampler import sample_groups

@@ -16,7 +16,7 @@ from families import (
     sample,
 )
 
-from grpo.options.sampling.plain_decoder import PlainDecoder
+from grpo.options.plain_decoder import PlainDecoder
 from grpo.sample import Prompt
 from grpo.sampler import CachedDecoder, stream_groups
 

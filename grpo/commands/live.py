@@ -20,7 +20,7 @@ import bottle
 import waitress
 
 from grpo.constants import STOPPED, real
-from grpo.options.workers.gate import is_local
+from grpo.gate import is_local
 
 PORT = 59877  # of the page, unless the command names another
 SILENT_SECONDS = 600  # a run that wrote nothing for longer counts as stopped

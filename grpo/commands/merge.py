@@ -26,7 +26,7 @@ from grpo.models import (
     token_ids,
     whole_model,
 )
-from grpo.options.training.four_bits import is_in_4_bits
+from grpo.options.four_bits import is_in_4_bits
 from grpo.options.training.rounding import rounded_to
 
 CONFIG = "adapter_config.json"

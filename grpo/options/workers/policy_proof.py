@@ -4,7 +4,7 @@ import torch
 
 from grpo.forward import CompletionModel
 from grpo.logp_checks import NOISE, check_gap
-from grpo.options.workers.weights import load_weights
+from grpo.options.weights import load_weights
 from grpo.policy import Policy
 from grpo.reference import score_batch
 from grpo.sampler import sample_groups

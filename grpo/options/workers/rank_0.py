@@ -23,11 +23,11 @@ from urllib.parse import urlsplit
 import safetensors.torch
 import torch
 
+from grpo.gate import Busy, Gate, listen, token_for
 from grpo.log import announced, in_background, say
-from grpo.options.workers.gate import Busy, Gate, listen, token_for
+from grpo.options.weights import trained_weights
 from grpo.options.workers.policy_proof import proof_of, sample_proof
 from grpo.options.workers.shared_settings import settings_of
-from grpo.options.workers.weights import trained_weights
 from grpo.rewards import total_of
 from grpo.rollout import skip_if_flat
 from grpo.wire import check_parts, group_of, read_group, require, sha256_of

@@ -28,7 +28,7 @@ from grpo.wire import pack_group, sha256_of
 def worker_policy(c, tokenizer):
     """Returns the policy of a process that only samples."""
     if c.SAMPLER == "vllm":
-        from grpo.options.sampling.vllm_policy import VLLMPolicy
+        from grpo.options.vllm_policy import VLLMPolicy
 
         return VLLMPolicy(c, tokenizer)
     return SharedPolicy(**vars(make_policy(c, tokenizer)))

@@ -22,7 +22,7 @@ from grpo.calls import TaskError
 from grpo.chunked import linear_logps
 from grpo.forward import CompletionModel
 from grpo.models import prompt_ids
-from grpo.options.sampling.stop_strings import StopStrings
+from grpo.options.stop_strings import StopStrings
 from grpo.options.turns.turns import bridge, play, show_turns
 from grpo.sample import Question, Sample
 from plot import show_samples

@@ -7,8 +7,8 @@ import torch
 from fakes import PROMPTS, a_recipe, move, tiny_policy
 
 from grpo.logp_checks import NOISE
+from grpo.options.weights import load_weights, trained_weights
 from grpo.options.workers.policy_proof import check_proof, proof_of, sample_proof
-from grpo.options.workers.weights import load_weights, trained_weights
 
 
 def text_of(policy):

@@ -19,7 +19,7 @@ from grpo.checks import trainer_constants
 from grpo.commands.merge import bits_of, merge_into
 from grpo.forward import CompletionModel
 from grpo.models import load_model
-from grpo.options.training.lora import add_adapters
+from grpo.options.lora import add_adapters
 from grpo.reference import is_teacher
 from grpo.rehearsal import sample_longest
 from grpo.start import make_reference

@@ -3,7 +3,7 @@
 import pytest
 from helpers import call, refused
 
-from grpo.options.workers.gate import Busy, Gate, listen, token_for
+from grpo.gate import Busy, Gate, listen, token_for
 
 
 def an_app(token=None):

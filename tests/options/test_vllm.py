@@ -18,7 +18,7 @@ from demo import free_port
 from grpo.commands.tiny_model import make_tokenizer
 from grpo.logp_checks import MISMATCH
 from grpo.models import has_bfloat16
-from grpo.options.sampling.vllm_policy import VLLMPolicy
+from grpo.options.vllm_policy import VLLMPolicy
 from grpo.sample import Prompt
 from tasks import arithmetic
 

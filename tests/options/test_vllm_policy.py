@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 import grpo_ref_split as trainer
 from grpo.checks import trainer_constants
 from grpo.logp_checks import check_sampler
-from grpo.options.sampling import vllm_policy
-from grpo.options.sampling.vllm_policy import VLLMPolicy
-from grpo.options.workers.weights import load_weights
+from grpo.options import vllm_policy
+from grpo.options.vllm_policy import VLLMPolicy
+from grpo.options.weights import load_weights
 from grpo.policy import load_policy
 from grpo.sample import Prompt, Sample
 

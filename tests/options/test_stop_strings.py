@@ -6,7 +6,7 @@ so its texts are full of characters that are cut in two."""
 import pytest
 from fakes import a_recipe, tiny_policy
 
-from grpo.options.sampling.stop_strings import StopStrings
+from grpo.options.stop_strings import StopStrings
 from grpo.options.workers.policy_proof import sample_proof
 from grpo.sample import Prompt
 from grpo.sampler import sample_groups
