@@ -36,7 +36,7 @@ test-long: .venv/dev-ready
 # what a version of torch can change, with the oldest one that requirements.txt allows. .venv-oldest
 # has only that torch, which takes 4 GB if pip finds only a CUDA build of it; the rest is .venv's
 VERSIONED = $(addprefix tests/,$(addsuffix .py,test_forward test_loss_triton test_sampler \
-    test_decoders test_end_to_end options/sampling/test_float32_head))
+    test_decoders test_end_to_end test_float32_head))
 test-oldest: .venv-oldest/ready
 	$(PYTEST:.venv/%=.venv-oldest/%) -m "not long and not vllm" $(VERSIONED)
 

@@ -35,7 +35,7 @@ if __name__ == "__main__":
 import plot
 from grpo.commands.tiny_model import warm_start
 from grpo.models import load_tokenizer, prompt_ids
-from grpo.policy import load_policy
+from grpo.prepare import load_policy
 from grpo.sample import Prompt
 from grpo.stop import end_with_parent
 from presets import demo as preset

@@ -37,8 +37,7 @@ from grpo.commands import scores
 from grpo.commands.merge import base_of, bits_of, load_base_tokenizer, merge_into
 from grpo.log import say
 from grpo.models import settings_in
-from grpo.policy import make_policy
-from grpo.prepare import prepare_task
+from grpo.prepare import make_policy, prepare_task
 from grpo.ranks import gathered, join_ranks
 from grpo.stop import stop
 from grpo.task import different

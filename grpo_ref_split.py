@@ -128,11 +128,11 @@ from grpo import loss as plain_loss
 from grpo.devices import out_of_memory_names
 from grpo.engine import cpu_threads, learning_rate, take_step
 from grpo.log import say
-from grpo.logp_checks import check_sampler
+from grpo.logp_checks import check_logps
 from grpo.metrics import TokenStats, evaluate, rollout_metrics, with_kl
 from grpo.packing import plan_rounds
 from grpo.prepare import prepare
-from grpo.report import Bar, check_update, leaving_evidence, log_idle, report_end
+from grpo.report import Bar, give_hints, report_end
 from grpo.sample import keep_logps
 from grpo.start import start_run
 from grpo.stop import stop
@@ -152,7 +152,7 @@ def sample_rollout(run):
     """
     c, p, clock = run.c, run.progress, run.clock
     with clock.part("wait"), ranks.all_or_none():  # collective
-        from_workers = run.workers.take(p.step)
+        from_workers = run.workers.take(p.step) if run.workers else []
     theirs = ranks.gather_groups(from_workers)  # collective
     mine = theirs[dist.get_rank() :: dist.get_world_size()]  # each rank's reference scores a share
     for group in to_train(mine):
@@ -171,8 +171,8 @@ def sample_rollout(run):
             run.reference.fill(to_train(mine), c.MICRO_BATCH_TOKENS)
     with clock.part("wait"):
         sampled = ranks.gather_groups(mine)  # collective
-    groups, metrics = to_train(sampled), rollout_metrics(run, sampled, clock.parts["sample"])
-    return groups, metrics | run.workers.metrics(groups, p.step), sampled, missing
+    metrics = rollout_metrics(run, sampled, clock.parts["sample"])
+    return to_train(sampled), metrics, sampled, missing
 
 
 def to_train(groups):
@@ -303,15 +303,12 @@ def update(run, samples, step):
     metrics. If the gradient is not finite, no weight changes ("skipped")."""
     c, rate = run.c, learning_rate(run.c, step)
     limit = out_of_memory_names("MICRO_BATCH_TOKENS", c.MICRO_BATCH_TOKENS)
-    by_workers = any(sample.group.sampler != "trainer" for sample in samples)
     with run.clock.part("backward"), cpu_threads(), limit:
         metrics = accumulate(run, samples)  # collective
-    with leaving_evidence(run, step, samples, metrics):  # collective
-        rounded = run.engine.module.head is None and run.policy.dtype == "bfloat16"
-        check_sampler(metrics, run.sampler, by_workers, rounded)
+    metrics = with_kl(metrics, run.reference.info, c.MODEL)  # KL only if it was computed
+    check_logps(run, step, samples, metrics)  # collective
     with run.clock.part("step"), cpu_threads():
         taken = take_step(run.engine, rate, c.SEED)  # collective
-    metrics = with_kl(metrics, run.reference.info, c.MODEL)  # KL only if it was computed
     # DeepSpeed's norm of a gradient that overflowed may also be -1
     finite = math.isfinite(metrics["loss"]) and 0 <= taken["grad_norm"] < math.inf
     return metrics | taken | {"learning_rate": rate, "skipped": int(not finite)}
@@ -345,8 +342,6 @@ def train_on(run, groups, metrics, sampled, taken, last, bar):
         samples = samples_to_train(run.recipe, groups, before)  # line 6
         run.folder.log_samples(run, sampled)
     p.idle = 0 if samples else p.idle + 1
-    if not samples:
-        log_idle(run, metrics, groups)
     updates = min(c.UPDATES_PER_ROLLOUT, last - before) if samples else 1
     for number in range(1, updates + 1):  # line 10
         trained = update(run, samples, p.step + 1) if samples else {}  # collective
@@ -354,15 +349,20 @@ def train_on(run, groups, metrics, sampled, taken, last, bar):
         if number == 1:
             p.prompts, p.groups = p.prompts + taken, p.groups + metrics["groups_sampled"]
         with ranks.all_or_none():  # collective
-            if number == updates and p.passed(c.PUBLISH_STEPS, before):
+            if run.workers and number == updates and p.passed(c.PUBLISH_STEPS, before):
                 with run.clock.part("publish"):
                     run.workers.publish(p.step)
             run.laps.append(run.clock.lap())
             once = metrics if number == 1 else {}  # the rollout's metrics are logged once
             run.folder.log("metrics.jsonl", {"step": p.step} | once | trained | run.laps[-1])
             bar.show(p.step, metrics | trained | run.laps[-1])
-        if samples:
-            check_update(run, trained, samples)  # collective
+            if len(run.laps) == 1:
+                give_hints(trained | run.laps[0])
+        p.bad *= trained.get("skipped", 0)
+        if not samples or trained.get("skipped"):
+            from grpo.bad_step import log_bad_step
+
+            log_bad_step(run, groups, samples, metrics | trained)  # collective
 
 
 def evaluate_if_due(run):

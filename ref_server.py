@@ -71,10 +71,11 @@ import torch
 from grpo.devices import accelerator
 from grpo.forward import CompletionModel
 from grpo.gate import Busy, Gate, listen, token_for, url_of
-from grpo.models import context_of, load_model, load_tokenizer, weights_of
+from grpo.models import context_of, load_model, load_tokenizer
+from grpo.prepare import loader_of
 from grpo.reference import score_groups
 from grpo.stop import ANNOUNCE, STOPS, leave
-from grpo.wire import facts_of, ids_by_sequence, pack_logps, unpack_ids
+from grpo.wire import facts_of, ids_by_sequence, pack_logps, unpack_ids, weights_of
 
 
 # --- Scoring ------------------------------------------------------------------------
@@ -83,7 +84,7 @@ class Reference:
 
     def __init__(self, c):
         facts = facts_of(load_tokenizer(c.MODEL))
-        model, dtype = load_model(c.MODEL, c.DTYPE, facts["vocab_size"], c.BASE_BITS)
+        model, dtype = load_model(c.MODEL, c.DTYPE, facts["vocab_size"], loader_of(c.BASE_BITS))
         self.model = CompletionModel(model.requires_grad_(False))
         for note in self.model.notes:
             print(note, flush=True)
@@ -154,9 +155,8 @@ def main(**given):
     reference = Reference(c)
     app = make_app(reference.score, reference.info, reference.limits, c.THREADS, token)
     server = listen(app, host, c.PORT, c.THREADS, c.MAX_BODY_BYTES)
-    address, kind = url_of(host, server.effective_port), reference.info["dtype"]
-    kind += ", linear layers in 4 bits" * (c.BASE_BITS == 4)
-    print(f"serving {c.MODEL} ({kind}) on {address}", flush=True)
+    kind = reference.info["dtype"] + ", linear layers in 4 bits" * (c.BASE_BITS == 4)
+    print(f"serving {c.MODEL} ({kind}) on {url_of(host, server.effective_port)}", flush=True)
     server.run()
     sys.exit("the HTTP server has ended, so this process ends")
 

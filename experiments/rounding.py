@@ -1,6 +1,6 @@
 """Does a bfloat16 run learn, if its weights are rounded in this way?
 
-(grpo/options/training/rounding.py)
+(grpo/bfloat16.py)
 
     python experiments/rounding.py placed presets/smollm2.py MODEL=runs/smollm2_bf16 REF_SERVER=None
 
@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import grpo_ref_split as trainer
+from grpo import bfloat16, bfloat16_step
 from grpo.constants import command_line
-from grpo.options.training import rounded_step, rounding
 
-round_masters, updates = rounded_step.round_masters, []
+round_masters, updates = bfloat16_step.round_masters, []
 
 
 def redrawn(optimizer, seed):
@@ -51,8 +51,8 @@ def moved(model):
     way = torch.randint(2, start.shape, generator=draw).double() * 2 - 1
     for rate, steps in itertools.product((1e-6, 5e-6, 1.5e-5), (1, 10, 100)):
         masters = start + (way * rate * steps).float()
-        parts = rounding.blocks(0, len(masters))
-        placed = torch.cat([rounding.rounded(masters[a:b], a, seed=0) for a, b in parts])
+        parts = bfloat16.blocks(0, len(masters))
+        placed = torch.cat([bfloat16.rounded(masters[a:b], a, seed=0) for a, b in parts])
         for name, found in (("nearest", masters.bfloat16()), ("placed", placed)):
             share = (found.float() != start).double().mean()
             far = way @ (found.float() - start).double() / (way @ (masters - start).double())
@@ -79,7 +79,7 @@ if __name__ == "__main__":
         sys.exit(moved(sys.argv[2]))
     if len(sys.argv) < 2 or sys.argv[1] not in KINDS:
         sys.exit(__doc__)
-    rounded_step.round_masters = KINDS[sys.argv.pop(1)]
+    bfloat16_step.round_masters = KINDS[sys.argv.pop(1)]
     _, given = command_line(trainer.DEFAULTS, __doc__)
     if not torch.cpu._is_avx512_bf16_supported():
         for owner, name in ((torch.nn.functional, "linear"), (torch, "mm"), (torch, "addmm")):

@@ -2,11 +2,7 @@
 that a mistake in the command is reported at once."""
 
 import ast
-import contextlib
 import copy
-import importlib.machinery
-import importlib.util
-import json
 import math
 import os
 import re
@@ -99,24 +95,10 @@ def fault_of(name):
         return f"it is a file: name the folder of a model ({folder.parent}?), or a model on the hub"
     if folder.is_dir():
         named = any(Path(folder, f"{kind}config.json").exists() for kind in ("", "adapter_"))
-        return code_of(folder) if named else "the folder has no config.json"
+        return "" if named else "the folder has no config.json"
     # A hub's name is NAME or OWNER/NAME
     path = name.count("/") > 1 or name[0] in "./~" or name.startswith("runs/")
     return f"there is no folder {folder.absolute()}" if path else ""
-
-
-OWN_CODE = "it has code of its own, which we never run: choose a model that transformers has"
-
-
-def code_of(folder):
-    """Returns OWN_CODE if only code in a model's folder (auto_map) can load it; else ""."""
-    config = {}
-    with contextlib.suppress(OSError, ValueError):  # reported when it is loaded
-        config = json.loads(Path(folder, "config.json").read_bytes())
-    package = importlib.util.find_spec("transformers").submodule_search_locations[0]
-    kind = f'"{config.get("model_type")}"'
-    known = any(kind in path.read_text("utf-8") for path in Path(package).glob("models/auto/*.py"))
-    return OWN_CODE if "auto_map" in config and not known else ""
 
 
 def is_same(name, one, other):
@@ -233,7 +215,7 @@ def dict_of(what, holds):
     return f"a dict of {what} by name", fits
 
 
-DTYPE = one_of("auto", "float32", "bfloat16")  # "auto", and those of grpo.logp_checks.NOISE
+DTYPE = one_of("auto", "float32", "bfloat16")  # "auto", and those of grpo.policy.NOISE
 
 
 def checked(script, defaults, given, kinds, relations):

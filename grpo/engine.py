@@ -79,7 +79,7 @@ def take_step(engine, rate, seed):
         group["lr"] = rate
     metrics = {}
     if engine.bfloat16_enabled():
-        from grpo.options.training.rounded_step import step_and_round
+        from grpo.bfloat16_step import step_and_round
 
         metrics["weights_changed"] = step_and_round(engine, seed)
     else:
@@ -94,7 +94,7 @@ def take_step(engine, rate, seed):
 def give_weights(engine, seed):
     """Collective: gives the model its weights, from the float32 master weights of all ranks."""
     if engine.bfloat16_enabled():
-        from grpo.options.training.rounded_step import round_masters
+        from grpo.bfloat16_step import round_masters
 
         round_masters(engine.optimizer, seed)
     else:

@@ -1,17 +1,13 @@
-"""Checks by log-probs that the trainer trains what was sampled, and that the reference is right."""
+"""Checks an update by log-probs: what is trained was sampled, and the reference is the right."""
 
 import math
 from pathlib import Path
 
-# Largest mean k3 = exp(d) - d - 1 that counts as rounding, where d is the difference between two
-# computations of a token's log-prob. A higher limit misses small errors. Published: 1.5e-3 (sd of d
-# 0.055) in bfloat16, for Qwen2.5-0.5B, a trainer against vLLM or against itself at another batch
-# size (trl #6789); about 4e-3 (mean |d| 0.067) in FP8, for a mixture of experts (miles #2722).
-# Measured with the demo's models (986c616:benchmarks/results/noise.md): bfloat16 4e-5, float32
-# 6e-14; with a layer that is 100 updates old 0.012 to 0.06
-NOISE = {"float32": 1e-6, "bfloat16": 1e-2}
-# The same for float32 with products in TF32, which have 10 bits. A guess: |d| of 0.01 gives 5e-5
-TF32_NOISE = 1e-4
+from grpo.log import say
+from grpo.policy import NOISE, check_gap
+from grpo.ranks import RunFailed, all_or_none
+from grpo.reference import is_teacher
+
 MISMATCH = "sampling/sampling_logp_difference/mean"  # mean |d|, by TRL's name
 # Largest relative difference between the temperatures of sampler and trainer, as sampler_stats
 # estimates it. The same table has 0.003 at most at equal temperatures, and 0.047 for a sampler 5%
@@ -20,15 +16,32 @@ TILT = 0.03
 EVIDENCE = 200.0  # nats^2 of surprise (about 1000 tokens), below which TILT is not checked
 
 
-def check_gap(gap, limit, what):
-    if not gap <= limit:  # also if it is NaN
-        raise RuntimeError(
-            f"{what}: the KL estimate k3 of their log-probs is {gap:.2g} (limit {limit}); see"
-            " docs/troubleshooting.md"
-        )
+# --- The checks -------------------------------------------------------------------------
+def check_logps(run, step, samples, metrics):
+    """Collective: if a check of the update of step `step` fails, rank 0 writes its samples to a
+    file, which the error names, and all ranks raise RunFailed."""
+    c, p, info = run.c, run.progress, run.reference.info
+    is_first = not p.checked and math.isfinite(metrics["loss"])
+    try:
+        with all_or_none():  # collective
+            by_workers = any(sample.group.sampler != "trainer" for sample in samples)
+            rounded = run.engine.module.head is None and run.policy.dtype == "bfloat16"
+            check_sampler(metrics, run.sampler, by_workers, rounded)
+            if is_first:
+                check_reference(metrics, run.policy.dtype, info, model=c.MODEL)
+    except RunFailed as failure:  # on all ranks
+        from grpo.bad_step import keep_evidence
+
+        error = failure.__cause__ or failure
+        error.add_note(keep_evidence(run, step, samples, metrics, error))  # collective
+        raise
+    if is_first:
+        p.checked = True
+        names = ["sampler_k3", "sampler_tilt", *["kl"] * (not is_teacher(info, c.MODEL))]
+        found = ", ".join(f"{name} {metrics[name]:.1g}" for name in names if name in metrics)
+        say(f"the log-probs of the first update agree: {found}")
 
 
-# --- What is trained is what was sampled ------------------------------------------------
 def check_sampler(metrics, sampler, by_workers=False, rounded=False):
     """Raises RuntimeError if the trainer's log-probs of freshly sampled tokens differ from the
     sampler's by more than its rounding; workers (`by_workers`) may sample in bfloat16. Then the two

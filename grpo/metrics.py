@@ -137,6 +137,8 @@ def rollout_metrics(run, groups, seconds):
         lengths[group.sampler] += sum(sample.length for sample in group.samples)
     if seconds:  # 0 if workers sampled all groups
         found["tokens_per_second"] = lengths["trainer"] / seconds
+    if run.workers:
+        found |= run.workers.metrics(groups, run.progress.step)
     return found | {
         "epoch": (run.progress.groups + len(groups)) / max(len(run.recipe.prompts), 1),
         "groups_sampled": len(groups),
@@ -168,10 +170,8 @@ def means_over(recipe, groups):
     means |= {f"rewards/{name}/std": spread(found) for name, found in rewards.items() if found}
     if none := sum(math.isnan(s.total) for s in samples):
         means["rewards/none"] = none / len(samples)
-    if recipe.has_turns:
-        from grpo.options.turns.counts import turn_metrics
-
-        means |= turn_metrics(samples)
+    if recipe.turns:
+        means |= recipe.turns.turn_metrics(samples)
     return means
 
 

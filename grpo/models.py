@@ -3,7 +3,6 @@ token and chat roles (forward.py: what forward accepts, and what a cache holds).
 
 import contextlib
 import functools
-import hashlib
 import json
 import math
 import os
@@ -20,9 +19,11 @@ from transformers import (
 )
 from transformers.utils import cached_file, logging
 
-from grpo.constants import OWN_CODE, fault_of
+from grpo.constants import fault_of
 from grpo.devices import accelerator, check_driver, is_out_of_memory, keep_freed_memory
 from grpo.log import announced, say
+
+OWN_CODE = "it has code of its own, which we never run: choose a model that transformers has"
 
 
 def load_tokenizer(name, constant="MODEL"):
@@ -106,26 +107,6 @@ def whole_model(name, **options):
     return model
 
 
-WEIGHTS = 256  # of each parameter of a model, about, that its hash reads
-
-
-def weights_of(model):
-    """Returns a hash of a model's configuration, which another version of transformers may complete
-    otherwise, and of a sample of its weights. Weights of 4 bits (uint8), which a GPU may round
-    otherwise, do not count."""
-    config = model.config.to_dict()
-    # How it was saved and loaded
-    of_file = ("dtype", "torch_dtype", "transformers_version", "quantization_config")
-    config = {k: v for k, v in config.items() if not k.startswith("_") and k not in of_file}
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for weight in model.parameters():
-        if weight.is_floating_point():
-            flat = weight.detach().flatten()
-            few = flat[:: max(1, len(flat) // WEIGHTS)].to(torch.bfloat16)
-            digest.update(few.view(torch.int16).cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
 def as_umask(folder):
     """Gives a folder's weights the mode of its other files, as safetensors 0.8 makes it 600: no
     other user, and no container with another one, could read them."""
@@ -154,9 +135,9 @@ def settings_in(name, file="generation_config.json"):
     return found if isinstance(found, dict) else {}
 
 
-def load_model(name, dtype, vocab_size, bits=16):
+def load_model(name, dtype, vocab_size, load=whole_model):
     """Returns the model, on this process's GPU or the CPU, and the dtype's name (choose_dtype).
-    `bits`: BASE_BITS, those of a weight in the linear layers.
+    `load` loads it: prepare.loader_of.
 
     The model is in eval mode, as GPT-2's dropout of 0.1 would make the ratio noise. Raises
     SystemExit for the reasons of whole_model, if the embedding has fewer rows than the tokenizer
@@ -168,11 +149,6 @@ def load_model(name, dtype, vocab_size, bits=16):
         logging.disable_progress_bar()
     # Loads straight to the GPU, else each rank would hold a whole model in RAM
     place = {} if device == "cpu" else {"device_map": {"": device}}
-    load = whole_model
-    if bits == 4:
-        from grpo.options.four_bits import load_in_4_bits
-
-        load = functools.partial(load_in_4_bits, whole_model)
     model = load(name, dtype=getattr(torch, dtype), **place)
     if has_softcap(model.config):
         model.set_attn_implementation("eager")
@@ -264,15 +240,11 @@ def stop_ids(name, tokenizer, stop_tokens, vocab_size=math.inf):
 def prompt_ids(tokenizer, messages, /, **options):
     """Returns the ids of a chat up to the start of the answer, or within it, if the last message is
     the assistant's. `options` are those of the chat template (CHAT_TEMPLATE)."""
-    if messages[-1]["role"] == "assistant" and "continue_final_message" not in options:
-        from grpo.options.rewards.opening import ids_within
-
-        return ids_within(prompt_ids, tokenizer, messages, options)
+    goes_on = messages[-1]["role"] == "assistant"  # as in TRL
     if not tokenizer.chat_template:  # GPT-2 and other plain models
         joined = "\n\n".join(message["content"] for message in messages)
-        end = "\n" * ("continue_final_message" not in options)
-        return without_eos(tokenizer, tokenizer(joined + end)["input_ids"])
-    options = {"add_generation_prompt": True} | options
+        return without_eos(tokenizer, tokenizer(joined + "\n" * (not goes_on))["input_ids"])
+    options = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on} | options
     template = functools.partial(tokenizer.apply_chat_template, **options)
     try:
         text = template(messages, tokenize=False)

@@ -1,16 +1,31 @@
 """The policy: a model, its tokenizer, and the tokens and strings that end a completion."""
 
 import contextlib
-import functools
 from dataclasses import dataclass
 
 import torch
 
 from grpo.devices import out_of_memory_names
-from grpo.log import announced, say
-from grpo.logp_checks import NOISE
-from grpo.models import as_umask, check_context, load_model, stop_ids, vocab_size_of
-from grpo.sampler import completion_text, make_decoder, stream_groups
+from grpo.models import as_umask
+from grpo.sampler import CachedDecoder, completion_text, stream_groups
+
+# Largest mean k3 = exp(d) - d - 1 that counts as rounding, where d is the difference between two
+# computations of a token's log-prob. A higher limit misses small errors. Published: 1.5e-3 (sd of d
+# 0.055) in bfloat16, for Qwen2.5-0.5B, a trainer against vLLM or against itself at another batch
+# size (trl #6789); about 4e-3 (mean |d| 0.067) in FP8, for a mixture of experts (miles #2722).
+# Measured with the demo's models (986c616:benchmarks/results/noise.md): bfloat16 4e-5, float32
+# 6e-14; with a layer that is 100 updates old 0.012 to 0.06
+NOISE = {"float32": 1e-6, "bfloat16": 1e-2}
+# The same for float32 with products in TF32, which have 10 bits. A guess: |d| of 0.01 gives 5e-5
+TF32_NOISE = 1e-4
+
+
+def check_gap(gap, limit, what):
+    if not gap <= limit:  # also if it is NaN
+        raise RuntimeError(
+            f"{what}: the KL estimate k3 of their log-probs is {gap:.2g} (limit {limit}); see"
+            " docs/troubleshooting.md"
+        )
 
 
 @dataclass
@@ -22,6 +37,7 @@ class Policy:
     vocab_size: int  # V: ids of the tokenizer; the embedding may be padded beyond them
     dtype: str
     noise: float  # the largest mean k3, between trainer and sampler, that counts as rounding
+    decoder: type = CachedDecoder  # or a slower one, without a KV cache
     stop_strings: object = None  # StopStrings, or None
     lora: bool = False  # whether adapters are trained, and the model itself is frozen
     contexts: tuple = ()  # functions, called before sampling: each returns a context for it
@@ -40,6 +56,7 @@ class Policy:
             vocab_size=self.vocab_size,
             generator=self.generator(seed),
             stop_strings=self.stop_strings,
+            decoder=self.decoder,
             **settings,
         )
         while True:
@@ -53,7 +70,7 @@ class Policy:
 
     def describe(self, c):
         """Returns what samples, as a text."""
-        return f"torch, {type(make_decoder(self.model)).__name__}"
+        return f"torch, {self.decoder.__name__}"
 
     @contextlib.contextmanager
     def as_sampler(self):
@@ -97,51 +114,3 @@ class Policy:
         self.model.save_pretrained(folder, state_dict=weights)
         as_umask(folder)
         self.tokenizer.save_pretrained(folder)
-
-
-def make_policy(c, tokenizer):
-    """Returns the Policy of the constants `c`. Raises SystemExit if they do not fit the model."""
-    torch.manual_seed(c.SEED)  # adapters are initialized at random
-    more = c.STOP_TOKENS, c.LORA_RANK, c.STOP_STRINGS, c.BASE_BITS
-    policy = load_policy(c.MODEL, tokenizer, c.DTYPE, *more)
-    check_context(c, policy.model.config)
-    stops = [*tokenizer.convert_ids_to_tokens(sorted(policy.eos_ids)), *map(repr, c.STOP_STRINGS)]
-    say(f"completions end at {', '.join(stops)}")
-    return policy
-
-
-def make_sampler(c, policy):
-    """Collective: returns this rank's sampler (SAMPLER): the policy itself, or vLLM."""
-    if c.SAMPLER == "torch":
-        return policy
-    from grpo.options.vllm_policy import VLLMPolicy
-
-    with announced("vLLM to start"):
-        return VLLMPolicy(c, policy.tokenizer, policy.model)
-
-
-def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_strings=(), bits=16):
-    """Returns the Policy of a model (hub name or folder); see load_model for `dtype` and `bits`."""
-    vocab_size, contexts = vocab_size_of(tokenizer), []
-    model, dtype = load_model(name, dtype, vocab_size, bits)
-    if dtype != "float32":
-        from grpo.options.sampling.float32_head import ConvertedHead, give_float32_head
-
-        give_float32_head(model)
-        contexts.append(functools.partial(ConvertedHead, model))
-    if lora_rank:
-        from grpo.options.lora import MergedAdapters, add_adapters
-
-        add_adapters(model, lora_rank)
-        if bits == 16:
-            contexts.append(functools.partial(MergedAdapters, model))
-    vocab_size = min(vocab_size, len(model.get_input_embeddings().weight))
-    eos_ids = stop_ids(name, tokenizer, stop_tokens, vocab_size)
-    model.generation_config.eos_token_id = sorted(eos_ids)  # a checkpoint ends where the run did
-    stops = None
-    if stop_strings:
-        from grpo.options.stop_strings import StopStrings
-
-        stops = StopStrings(tokenizer, stop_strings)
-    more = dtype, NOISE[dtype], stops, bool(lora_rank), contexts
-    return Policy(name, model, tokenizer, eos_ids, vocab_size, *more)

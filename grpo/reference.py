@@ -13,7 +13,6 @@ here, or another MODEL at the server.
 
 import contextlib
 import copy
-import functools
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,7 +20,6 @@ import torch
 
 from grpo.chunked import linear_logps
 from grpo.devices import is_out_of_memory, release_memory
-from grpo.forward import CompletionModel
 from grpo.log import tell
 from grpo.packing import pack_by_tokens, sizes_of
 
@@ -46,36 +44,26 @@ class NoReference:
         pass
 
 
-class LocalReference(NoReference):
+class LocalReference:
     """MODEL itself, or REFERENCE, on each rank."""
 
     part = "score"
 
-    def __init__(self, c, policy):
-        self.c, self.policy = c, policy
-        self.info = {"model": c.REFERENCE or c.MODEL, "dtype": policy.dtype}
-        self.as_reference = contextlib.nullcontext
-        self.what, model = "a copy of MODEL", policy.model
-        if c.REFERENCE:
-            from grpo.options.teacher import load_teacher
+    def __init__(self, c, policy, model, what, name=None, context=contextlib.nullcontext):
+        """`model` is a CompletionModel, which is the reference within `context()`."""
+        self.model, self.what, self.as_reference = model, what, context
+        self.info = {"model": name or c.MODEL, "dtype": policy.dtype}
+        self.settings = {"temperature": c.TEMPERATURE, "vocab_size": policy.vocab_size}
 
-            self.what, model, self.info["model"] = load_teacher(c, policy)
-        elif c.LORA_RANK:
-            from grpo.options.lora import adapters_off
-
-            self.what = "the policy's model without its adapters"
-            self.as_reference = functools.partial(adapters_off, model)
-        self.model = CompletionModel(model)
-        if model is policy.model and not c.LORA_RANK:
-            self.model = copied(self.model)
+    def ask(self, group):
+        """Does nothing: fill() scores all groups."""
 
     def fill(self, groups, budget):
         """Scores the groups in batches of `budget` tokens, MICRO_BATCH_TOKENS: without a gradient
         each takes less memory than it does in training."""
         pairs = [([g.prompt] * len(g.samples), [s.ids for s in g.samples]) for g in groups]
-        settings = {"temperature": self.c.TEMPERATURE, "vocab_size": self.policy.vocab_size}
         with self.as_reference():
-            found = score_groups(self.model, pairs, budget=budget, **settings)
+            found = score_groups(self.model, pairs, budget=budget, **self.settings)
         for group, logps in zip(groups, found, strict=True):
             group.take_ref_logps(logps)
 

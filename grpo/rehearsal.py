@@ -14,7 +14,7 @@ from grpo.log import announced
 from grpo.packing import pack_by_tokens, sizes_of
 from grpo.ranks import all_or_none
 from grpo.sample import Group, Sample
-from grpo.sampler import draw, make_decoder
+from grpo.sampler import draw
 
 
 def rehearse(c, policy, engine, batch_loss, recipe, questions):
@@ -30,7 +30,7 @@ def rehearse(c, policy, engine, batch_loss, recipe, questions):
     with announced("the rehearsal of the largest batches"):
         if c.SAMPLER == "torch":
             with all_or_none(), out_of_memory_names("SAMPLE_BATCH", c.SAMPLE_BATCH):  # collective
-                sample_longest(c, policy, min(c.SAMPLE_BATCH, rows), longest, recipe.has_turns)
+                sample_longest(c, policy, min(c.SAMPLE_BATCH, rows), longest, recipe.turns)
             release_memory()
         with cpu_threads(), out_of_memory_names("MICRO_BATCH_TOKENS", c.MICRO_BATCH_TOKENS):
             train_longest(c, policy, engine, batch_loss, longest)  # collective
@@ -49,7 +49,7 @@ def sample_longest(c, policy, rows, prompt, turns):
     # prompts of two lengths, as padding needs a mask
     prompts = [[1] * max(1, prompt - n % 2) for n in range(number)]
     with policy.as_sampler():
-        decoder = make_decoder(policy.model)
+        decoder = policy.decoder(policy.model)
         logits = decoder.begin(prompts, group_size)
         decoder.fill(more)
         logits = decoder.next_logits(logits.argmax(-1))

@@ -18,9 +18,6 @@ from tqdm import tqdm
 
 from grpo.constants import ROOT, STOPPED
 from grpo.log import SPEAK_SECONDS, say
-from grpo.logp_checks import check_reference
-from grpo.ranks import RunFailed, all_or_none
-from grpo.reference import is_teacher
 from grpo.run import PARTS
 from grpo.stop import stop
 
@@ -159,54 +156,14 @@ class Bar(tqdm):
             say(f"step {step} of {self.total}: {shown}, {seconds:.1f} s a step{left}")
 
 
-@contextlib.contextmanager
-def leaving_evidence(run, step, samples, metrics):
-    """Collective: if a check of an update's log-probs fails in the block, all ranks raise
-    RunFailed; rank 0 has written the samples to a file, which the error names."""
-    try:
-        with all_or_none():  # collective
-            yield
-    except RunFailed as failure:  # on all ranks
-        from grpo.options.training.evidence import keep_evidence
-
-        error = failure.__cause__ or failure
-        error.add_note(keep_evidence(run, step, samples, metrics, error))  # collective
-        raise
-
-
-def check_update(run, metrics, samples):
-    """Collective: raises RunFailed after too many updates in a row that were not finite, or if the
-    first update shows that the reference is not the right one. Logs the peak of a GPU's memory."""
-    progress, c = run.progress, run.c
-    if (peak := metrics.get("gpu_memory_gb")) and len(run.laps) == 1:
+def give_hints(metrics):
+    """Logs what the first step shows: the peak of a GPU's memory, and if rewards are slow."""
+    if peak := metrics.get("gpu_memory_gb"):
         room = torch.accelerator.get_memory_info()[1] / 1e9
         more = ": MICRO_BATCH_TOKENS may be raised" if peak < room / 2 else ""
         say(f"the start and the first step took {peak:.0f} of {room:.0f} GB{more}")
-    if len(run.laps) == 1 and 2 * run.laps[0].get("seconds_reward", 0) > run.laps[0]["seconds"]:
+    if 2 * metrics.get("seconds_reward", 0) > metrics["seconds"]:
         say("rewards took most of the first step: see `async def rewards` in CONTRIBUTING.md")
-    if metrics["skipped"]:
-        from grpo.options.training.evidence import skip_step
-
-        skip_step(run, samples, metrics)  # collective
-        return
-    progress.bad = 0
-    if not progress.checked:
-        with leaving_evidence(run, progress.step, samples, metrics):  # collective
-            check_reference(metrics, run.policy.dtype, run.reference.info, model=c.MODEL)
-        names = ["sampler_k3", "sampler_tilt"]
-        names += [] if is_teacher(run.reference.info, c.MODEL) else ["kl"]
-        found = ", ".join(f"{name} {metrics[name]:.1g}" for name in names if name in metrics)
-        say(f"the log-probs of the first update agree: {found}")
-    progress.checked = True
-
-
-def log_idle(run, metrics, groups):
-    """Logs why the next step trains nothing; `groups` are those that were not skipped."""
-    from grpo.options.training.idle import why_idle
-
-    p = run.progress
-    p.idle_reason = why_idle(run.recipe, metrics, groups)
-    say(f"step {p.step + 1} trains nothing ({p.idle} in a row): {p.idle_reason}")
 
 
 def report_end(run, asked):

@@ -78,7 +78,7 @@ def lock_run(folder, name=".lock"):
 # --- What a run is trained on -----------------------------------------------------------
 def data_of(recipe):
     """Collective: returns the hash of the prompts' ids. SystemExit if ranks have others."""
-    ids = json.dumps([[index, ids] for index, _, ids in recipe.prompts]).encode()
+    ids = json.dumps([[prompt.index, prompt.ids] for prompt in recipe.prompts]).encode()
     found = gathered(hashlib.sha256(ids).hexdigest())
     if len(set(found)) > 1:
         raise SystemExit("the ranks have other prompts: start them all with the same task and data")

@@ -1,25 +1,42 @@
-"""Calls a task's reward functions, and turns what they return into floats.
+"""Calls a task's reward functions with a time limit, and turns what they return into floats.
 
     rewarded(recipe, group, begin_rewards(recipe, group))    # sets each sample's rewards and total
 
 A task returns a number, a bool, None (no reward), or a dict of them. A sample has a float for each
 name of REWARD_WEIGHTS, in that order; NaN is None, and so is what a call that takes too long gives.
+Plain functions run in the main thread, one after another; `async` ones, such as those that ask a
+judge behind an API, on an event loop, all at the same time and while others are sampled.
 """
 
+import contextlib
 import copy
+import faulthandler
+import inspect
 import math
 import numbers
+import os
+import signal
+import sys
+import threading
+import time
 
-from grpo.calls import TooSlow, answers, begin, environment_rewards, mistake
-from grpo.log import say
+from grpo.faults import TooSlow, mistake
+from grpo.log import announced, say
 from grpo.sample import Group, Sample
+
+GRACE_SECONDS = 10  # after the time limit, for code that does not stop at once
 
 
 # --- What is called ---------------------------------------------------------------------
+def environment_rewards(task):
+    """Returns whether the task's environments reward their completions themselves."""
+    return hasattr(getattr(task, "Environment", None), "rewards")
+
+
 def calls_of(recipe, group):
     """Returns the calls that reward a group; where there may be turns, a plain text is one turn."""
     task, texts = recipe.task, [sample.text for sample in group.samples]
-    if recipe.has_turns:
+    if recipe.turns:
         texts = [[text] if isinstance(text, str) else list(text) for text in texts]
     calls = []
     if hasattr(task, "rewards"):
@@ -85,11 +102,9 @@ def group_of(recipe, item, texts):
     """Returns a Group of texts that nobody has sampled."""
     samples = [Sample([], [], text=text) for text in texts]
     if environment_rewards(recipe.task):
-        from grpo.options.turns.turns import play
-
         for sample, text in zip(samples, texts, strict=True):
             written = [text] if isinstance(text, str) else text[::2]
-            _, sample.environment, _ = play(recipe, item, written)
+            _, sample.environment, _ = recipe.turns.play(recipe, item, written)
     return Group(-1, item, [], samples)
 
 
@@ -159,3 +174,81 @@ def total_of(recipe, sample):
         if not math.isnan(value)
     ]
     return sum(weighted) if weighted else math.nan
+
+
+# --- Calls ----------------------------------------------------------------------------
+def begin(seconds, calls):
+    """Begins those of `calls`, [(function, *arguments)], whose function is async. Returns a list
+    with the Future of each of them, and None for the others."""
+    futures = [None] * len(calls)
+    for number, call in enumerate(calls):
+        if inspect.iscoroutinefunction(call[0]):
+            from grpo.async_calls import begin_async
+
+            futures[number] = begin_async(seconds, *call)
+    return futures
+
+
+def answers(seconds, what, calls, futures, *, shared=True):
+    """Returns what the calls return, in order, or the error that one has raised; TooSlow if it
+    takes longer than `seconds`, which plain calls share unless `shared` is false. `futures` is
+    begin's result."""
+    found, left, end = [], seconds, time.monotonic() + seconds + GRACE_SECONDS  # of blocked loops
+    with announced(what):
+        for call, future in zip(calls, futures, strict=True):
+            began = time.monotonic()
+            try:
+                if future:
+                    found.append(future.result(max(0, end - began)))
+                else:
+                    found.append(answer(left if shared else seconds, what, call))
+            except KeyboardInterrupt:  # the user's
+                raise
+            except BaseException as error:  # noqa: BLE001 (of any kind)
+                is_late = future and isinstance(error, TimeoutError)  # it raises no other
+                found.append(TooSlow(what, seconds) if is_late else error)
+            left -= 0 if future else time.monotonic() - began
+    return found
+
+
+def answer(seconds, what, call):
+    """Returns what a plain call returns. Raises TooSlow."""
+    if seconds <= 0:  # others have used them
+        raise TooSlow(what, seconds)
+    (function, *arguments), began = call, time.monotonic()
+    with timely(seconds, what):
+        found = function(*arguments)
+    if time.monotonic() - began > seconds:  # the function has caught TooSlow
+        raise TooSlow(what, seconds)
+    return found
+
+
+@contextlib.contextmanager
+def timely(seconds, what):
+    """Raises TooSlow in the block after `seconds`. The line that runs then is printed, also of C
+    code that does not return to Python. If such code computes, the process ends once it has used so
+    many seconds, and GRACE_SECONDS, of all cores' time; if it sleeps, others log that they wait. A
+    block that sets another alarm, as math-verify does, or catches TooSlow must look at the clock.
+    Sets no limit outside the main thread; blocks do not nest."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(*_):
+        raise TooSlow(what, seconds)
+
+    before = signal.signal(signal.SIGALRM, ring)
+    faulthandler.register(signal.SIGALRM, sys.__stderr__, all_threads=False, chain=True)
+    # Threads of torch add to this time, so a single one may take as long as all cores together
+    signal.setitimer(signal.ITIMER_VIRTUAL, os.cpu_count() * (seconds + GRACE_SECONDS))
+    # Again and again, as Python drops what a handler raises within a hook of fork() or a __del__
+    signal.setitimer(signal.ITIMER_REAL, seconds, GRACE_SECONDS)
+    try:
+        yield
+    finally:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:  # also if the alarm rings here
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            faulthandler.unregister(signal.SIGALRM)
+            signal.signal(signal.SIGALRM, before)

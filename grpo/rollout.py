@@ -36,10 +36,8 @@ def sampled(policy, recipe, prompts, *, seed):
     `prompts` is read when there is room for another group. Raises the errors of stream_turns.
     """
     stream = policy.stream
-    if recipe.has_turns:
-        from grpo.options.turns.turns import stream_turns
-
-        stream = functools.partial(stream_turns, policy, recipe)
+    if recipe.turns:
+        stream = functools.partial(recipe.turns.stream_turns, policy, recipe)
     groups = stream(
         (Prompt(question, question.ids) for question in prompts),
         group_size=recipe.c.GROUP_SIZE,
@@ -49,10 +47,9 @@ def sampled(policy, recipe, prompts, *, seed):
         seed=seed,
     )
     for question, samples in groups:
-        opening = recipe.opening(question.ids)
         for sample in samples:
-            sample.text = sample.text or opening + policy.text(sample)
-        yield Group(*question, samples)
+            sample.text = sample.text or question.opening + policy.text(sample)
+        yield Group(question.index, question.item, question.ids, samples)
 
 
 def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.nullcontext):

@@ -68,22 +68,6 @@ class Clock:
         return {"seconds": total} | {f"seconds_{k}": v for k, v in parts.items()}
 
 
-class NoWorkers:
-    """In place of Workers if PUBLISH_STEPS is 0, and on ranks but 0."""
-
-    def take(self, step):
-        return []
-
-    def publish(self, step):
-        pass
-
-    def metrics(self, groups, step):
-        return {}
-
-    def close(self):
-        pass
-
-
 @dataclass(frozen=True)
 class Run:
     """What a run holds from its start to its end, on each rank."""
@@ -99,7 +83,7 @@ class Run:
     questions: list  # of the evaluation, in the form of Recipe.prompts
     progress: Progress  # steps made, last and best evaluation, last checkpoint
     reference: object  # gives the reference's log-probs of a group: grpo/reference.py
-    workers: object  # rank 0's Workers, or NoWorkers
+    workers: object  # rank 0's Workers, or None
     folder: object  # report.RunFolder: RUN_DIR
     clock: Clock  # seconds of the current step, by part
     data: str  # resume.data_of: the hash of its prompts
@@ -107,5 +91,6 @@ class Run:
 
     def close(self):
         self.sampler.close()
-        self.workers.close()
+        if self.workers:
+            self.workers.close()
         self.folder.close()

@@ -17,6 +17,7 @@ class Question(NamedTuple):
     index: int  # in the task's split
     item: dict  # as the task's load() gave it
     ids: list[int]  # of its prompt
+    opening: str = ""  # how the prompt begins the answer; rewards see it before a completion
 
 
 class Prompt(NamedTuple):

@@ -17,7 +17,7 @@ import math
 import torch
 from transformers import DynamicCache
 
-from grpo.forward import can_cache, supported
+from grpo.forward import supported
 from grpo.sample import Prompt, Sample
 
 # Sequences that have ended leave together, as that copies the cache of the others: once they are
@@ -54,6 +54,7 @@ def stream_groups(
     vocab_size,
     generator,
     stop_strings=None,
+    decoder=None,
 ):
     """Yields (key, [Sample] * G) for each group, as soon as its last completion has ended.
 
@@ -63,21 +64,21 @@ def stream_groups(
     log-probs at temperature 1. The softmax excludes ids from `vocab_size` on, the embedding's
     padding, here, in the trainer and in the reference server. `generator` is a
     torch.Generator on the model's device. With `stop_strings`, a StopStrings, each token costs
-    more waits for the device, and the host checks every new id. Raises RuntimeError if a
-    completion ends whose logits were not finite.
+    more waits for the device, and the host checks every new id. `decoder` is a class, CachedDecoder
+    if None. Raises RuntimeError if a completion ends whose logits were not finite.
     """
     assert max_sequences >= group_size, (max_sequences, group_size)
     while new := list(itertools.islice(prompts, max_sequences // group_size)):
         wave = Wave(new, group_size, max_new_tokens, eos_ids, stop_strings, model.device)
-        decoder = make_decoder(model)
-        logits = decoder.begin([prompt.ids for prompt in new], group_size)  # (S, V'), with padding
+        cache = (decoder or CachedDecoder)(model)
+        logits = cache.begin([prompt.ids for prompt in new], group_size)  # (S, V'), with padding
         while True:
             yield from wave.write(*draw(logits[:, :vocab_size], temperature, generator))
             if not wave.unfinished:
                 break
             if wave.is_due:
-                decoder.keep(wave.drop_ended())
-            logits = decoder.next_logits(wave.ids[:, wave.length - 1])
+                cache.keep(wave.drop_ended())
+            logits = cache.next_logits(wave.ids[:, wave.length - 1])
 
 
 class Wave:
@@ -153,20 +154,13 @@ def draw(logits, temperature, generator):
     return tokens, log_probs.gather(1, tokens[:, None]).squeeze(1)
 
 
-# --- Decoders -------------------------------------------------------------------------
-# begin(prompts, times), each prompt once for `times` sequences, and next_logits(tokens) return
-# logits (S, V'), V' columns of the LM head; keep(indices) drops all sequences but these
-def make_decoder(model):
-    """Returns a decoder with a KV cache, or the one without, which is right for any model."""
-    if can_cache(model):
-        return CachedDecoder(model)
-    from grpo.options.plain_decoder import PlainDecoder
-
-    return PlainDecoder(model)
-
-
+# --- The decoder ------------------------------------------------------------------------
 class CachedDecoder:
-    """transformers' KV cache, with a prompt's part repeated for each of its sequences."""
+    """transformers' KV cache, with a prompt's part repeated for each of its sequences.
+
+    begin(prompts, times), each prompt once for `times` sequences, and next_logits(tokens) return
+    logits (S, V'), V' columns of the LM head; keep(indices) drops all sequences but these.
+    """
 
     def __init__(self, model):
         self.model = model

@@ -1,5 +1,6 @@
 """The start of a run, new or resumed. `c` has the trainer's constants as attributes."""
 
+import functools
 from pathlib import Path
 
 import torch
@@ -9,15 +10,16 @@ from grpo.checkpoint import check_disk, try_save
 from grpo.constants import STOPPED
 from grpo.devices import out_of_memory_names
 from grpo.engine import make_engine, training_threads
-from grpo.log import say
-from grpo.policy import make_policy, make_sampler
+from grpo.forward import CompletionModel
+from grpo.log import announced, say
+from grpo.prepare import make_policy
 from grpo.ranks import all_or_none
-from grpo.reference import LocalReference, NoReference, is_teacher
+from grpo.reference import LocalReference, NoReference, copied, is_teacher
 from grpo.rehearsal import rehearse
 from grpo.report import RunFolder, as_json
 from grpo.resume import data_of, open_run
 from grpo.rollout import Order
-from grpo.run import Clock, NoWorkers, Run
+from grpo.run import Clock, Run
 
 
 def make_reference(c, policy, server):
@@ -29,11 +31,32 @@ def make_reference(c, policy, server):
         from grpo.remote import RemoteReference
 
         reference = RemoteReference(server, c, policy)
+    elif c.REFERENCE:
+        from grpo.options.teacher import load_teacher
+
+        reference = LocalReference(c, policy, *load_teacher(c, policy))
+    elif c.LORA_RANK:
+        from grpo.options.lora import adapters_off
+
+        off = functools.partial(adapters_off, policy.model)
+        what = "the policy's model without its adapters"
+        reference = LocalReference(c, policy, CompletionModel(policy.model), what, context=off)
     else:
-        reference = LocalReference(c, policy)
+        model = copied(CompletionModel(policy.model))
+        reference = LocalReference(c, policy, model, "a copy of MODEL")
     if is_teacher(reference.info, c.MODEL):
         say(f"the reference is a teacher, not MODEL: {reference.info['model']} (see teacher_kl)")
     return reference
+
+
+def make_sampler(c, policy):
+    """Collective: returns this rank's sampler (SAMPLER): the policy itself, or vLLM."""
+    if c.SAMPLER == "torch":
+        return policy
+    from grpo.options.vllm_policy import VLLMPolicy
+
+    with announced("vLLM to start"):
+        return VLLMPolicy(c, policy.tokenizer, policy.model)
 
 
 def uses_of(c, policy, sampler, engine, reference):
@@ -55,8 +78,8 @@ def uses_of(c, policy, sampler, engine, reference):
 
 
 def serve_workers(c, recipe, policy, progress):
-    """Collective: returns rank 0's Workers, which have its policy, or NoWorkers."""
-    workers = NoWorkers()
+    """Collective: returns rank 0's Workers, which have its policy, or None."""
+    workers = None
     with all_or_none():  # collective
         if c.PUBLISH_STEPS and dist.get_rank() == 0:
             from grpo.options.workers.policy_proof import SharedPolicy

@@ -12,21 +12,25 @@ import itertools
 import json
 import math
 import random
+import re
 import statistics
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from grpo.calls import TaskError, called, environment_rewards, task_file
 from grpo.constants import real
+from grpo.faults import TaskError, called, task_file
 from grpo.log import announced, say
-from grpo.rewards import begin_rewards, group_of, values_of
+from grpo.rewards import begin_rewards, environment_rewards, group_of, values_of
 from grpo.sample import Question
 
 # The day that a chat template shows by strftime_now, on every machine and in every year: the one to
 # which Llama 3.2's template falls back
 DAY = datetime.date(2024, 7, 26)
+TAG = re.compile(r"([<\[])([\w:-]+)[>\]]\s*$")  # such as "<think>\n", at a prompt's end
+THINKS = re.compile("think|thought|reason|reflect|analysis|scratchpad", re.IGNORECASE)
+ROLES = {"assistant", "model", "bot", "gpt", "ai"}  # a template may write a role as a tag
 
 
 # --- The file -------------------------------------------------------------------------
@@ -50,10 +54,6 @@ def load_task(name):
     for function in ("load", "messages", *[rewards] * (not environment_rewards(task))):
         if not hasattr(task, function):
             raise TaskError(name, function, "is missing", "be a function, as in tasks/gsm8k.py")
-    if hasattr(task, "TOOLS") or hasattr(getattr(task, "Environment", None), "TOOLS"):
-        from grpo.options.turns.tools import describe_tools
-
-        describe_tools(name, task)
     return task
 
 
@@ -92,21 +92,17 @@ def module_name(file):
 # --- What a run begins with -------------------------------------------------------------
 @dataclass(frozen=True)
 class Recipe:
-    """The task, its prompts, and the constants: the same in the trainer and in all workers."""
+    """The task, its prompts, and the constants: the same in the trainer and in all workers.
+    prepare.recipe_of makes it."""
 
     c: object  # the Constants, or a changed copy of them (others)
     task: object  # the module tasks/NAME.py, or at a path
-    prompts: list  # Questions of the training split
+    prompts: list = ()  # Questions of the training split
     weights: dict | None = None  # {reward: weight}: REWARD_WEIGHTS, or the task's (resolved)
     outcome: str = ""  # the reward that decides correctness: OUTCOME, or the task's (resolved)
-    # opening_of, by a prompt's ids: rewards and reply() see it before a completion
-    opening: object = staticmethod(lambda ids: "")
-    parse: object = None  # the tokenizer's parse_response, if it reads calls of TOOLS (tools.py)
-    has_turns: bool = field(init=False)  # whether a completion may have several turns
-
-    def __post_init__(self):
-        turns = hasattr(self.task, "reply") or hasattr(self.task, "Environment")
-        object.__setattr__(self, "has_turns", turns)
+    turns: object = None  # the module options/turns.py, if a completion may have several turns
+    tools: list | None = None  # the schemas of TOOLS
+    parse: object = None  # the tokenizer's parse_response, if it reads calls of TOOLS
 
     def others(self, **changes):
         """Returns a copy of the recipe with some constants changed."""
@@ -114,7 +110,10 @@ class Recipe:
 
     @property
     def chat_options(self):
-        return chat_options(self.c, self.task)
+        """The chat template's options: those in CHAT_TEMPLATE, the TOOLS, and a clock that stands
+        still (DAY)."""
+        tools = {"tools": self.tools} if self.tools else {}
+        return {"strftime_now": DAY.strftime} | tools | self.c.CHAT_TEMPLATE
 
     def resolved(self):
         """Returns a copy with weights and outcome: REWARD_WEIGHTS and OUTCOME of the trainer, else
@@ -141,23 +140,17 @@ class Recipe:
 
 
 # --- Prompts --------------------------------------------------------------------------
-def chat_options(c, task):
-    """Returns the options of the chat template: those in CHAT_TEMPLATE, the task's TOOLS, and a
-    clock that stands still (DAY)."""
-    tools = {"tools": task.TOOL_SCHEMAS} if hasattr(task, "TOOL_SCHEMAS") else {}
-    return {"strftime_now": DAY.strftime} | tools | c.CHAT_TEMPLATE
-
-
-def load_split(c, task, split, tokenizer):
+def load_split(recipe, split, tokenizer):
     """Returns the Questions of the split, without prompts over MAX_PROMPT_TOKENS.
     Raises SystemExit if the task's questions are not valid, or if none fits."""
     from grpo.models import config_of
 
-    items = load_items(c.TASK, task, split)
+    c = recipe.c
+    items = load_items(c.TASK, recipe.task, split)
     prompts, faults = [], []
     for index, item in enumerate(items):
         try:
-            prompts.append(Question(index, item, ids_of(c, task, item, tokenizer)))
+            prompts.append(Question(index, item, *prompt_of(recipe, item, tokenizer)))
         except TaskError as fault:
             faults.append(fault)
     if faults and not prompts:
@@ -166,7 +159,7 @@ def load_split(c, task, split, tokenizer):
         first = "".join(f"\n  {fault}" for fault in faults[:3])
         what = f"{len(faults)} of the {len(items)} items of load({split!r}) are wrong"
         raise SystemExit(f"{what}: correct them, or leave them out{first}")
-    lengths = sorted(len(ids) for _, _, ids in prompts)
+    lengths = sorted(len(prompt.ids) for prompt in prompts)
     rows = getattr(config_of(c.MODEL), "vocab_size", math.inf)
     known, high = [p for p in prompts if max(p.ids) < rows], max(max(p.ids) for p in prompts)
     if strange := len(prompts) - len(known):
@@ -207,9 +200,9 @@ def load_questions(recipe, tokenizer):
     c = recipe.c
     if not c.EVAL_STEPS:
         return []
-    found = different(load_split(c, recipe.task, c.EVAL_SPLIT, tokenizer), c.EVAL_QUESTIONS)
-    trained = {tuple(ids) for _, _, ids in recipe.prompts}
-    if known := sum(tuple(ids) in trained for _, _, ids in found):
+    found = different(load_split(recipe, c.EVAL_SPLIT, tokenizer), c.EVAL_QUESTIONS)
+    trained = {tuple(prompt.ids) for prompt in recipe.prompts}
+    if known := sum(tuple(prompt.ids) in trained for prompt in found):
         say(
             f"{known} of the {len(found)} questions of the evaluation are also trained on, so the"
             f" accuracy is not that of new questions: load({c.EVAL_SPLIT!r}) should return others"
@@ -240,11 +233,28 @@ def is_chat(chat):
     return texts and all(isinstance(text, str) for text in texts)
 
 
-def ids_of(c, task, item, tokenizer):
-    """Returns the prompt's ids. TaskError if the model's chat template refuses the chat."""
+def prompt_of(recipe, item, tokenizer):
+    """Returns (the prompt's ids, how it opens the answer): by a last message of the assistant, or
+    by a tag of the chat template. TaskError if the template refuses the chat."""
     from grpo.models import prompt_ids
 
-    chat = load_chat(c.TASK, task, item)
+    c, chat = recipe.c, load_chat(recipe.c.TASK, recipe.task, item)
     must = f"return a chat that MODEL = {c.MODEL!r} accepts with CHAT_TEMPLATE = {c.CHAT_TEMPLATE}"
-    what, options = f"messages({item!r:.500}) in the chat template", chat_options(c, task)
-    return called(c.TASK, what, must, lambda: prompt_ids(tokenizer, chat, **options))
+    what, options = f"messages({item!r:.500}) in the chat template", recipe.chat_options
+    ids = called(c.TASK, what, must, lambda: prompt_ids(tokenizer, chat, **options))
+    if chat[-1]["role"] != "assistant" or not chat[-1]["content"]:
+        return ids, opened_tag(tokenizer, ids)
+    content, text = chat[-1]["content"], tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    return ids, content if text.endswith(content) else content.strip()  # as the model sees it
+
+
+def opened_tag(tokenizer, ids):
+    """Returns the tag that the chat template has opened at the end of a prompt's `ids`, with the
+    space after it, or "". The model never writes that tag ("<think>\n": DeepSeek-R1's distilled
+    models, Qwen3-Thinking). Other tags than those for thoughts count if they can be closed."""
+    found = tokenizer.chat_template and TAG.search(tokenizer.decode(ids[-16:]))
+    if not found or found[2].lower() in ROLES:
+        return ""
+    end = found[0].strip().replace(found[1], f"{found[1]}/", 1)  # </think>
+    can_end = end in str(tokenizer.chat_template) or end in tokenizer.get_vocab()
+    return found[0] if can_end or THINKS.search(found[2]) else ""

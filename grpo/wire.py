@@ -22,6 +22,8 @@ from grpo.sample import Group, Sample
 
 PROTOCOL = 8  # trainer, server and workers need the same; raise it if routes or blobs change
 
+WEIGHTS = 256  # of each parameter of a model, about, that its hash reads
+
 KINDS = ("prompt", "completion")
 IDS = [f"{kind}_{what}" for kind in KINDS for what in ("ids", "lengths")] + ["group_sizes"]
 IDS = dict.fromkeys(IDS, torch.int32)  # of a request to score
@@ -188,6 +190,23 @@ def sha256_of(path) -> str:
     """Returns the file's SHA-256, in hex."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def weights_of(model):
+    """Returns a hash of a model's configuration, which another version of transformers may complete
+    otherwise, and of a sample of its weights. Weights of 4 bits (uint8), which a GPU may round
+    otherwise, do not count."""
+    config = model.config.to_dict()
+    # How it was saved and loaded
+    of_file = ("dtype", "torch_dtype", "transformers_version", "quantization_config")
+    config = {k: v for k, v in config.items() if not k.startswith("_") and k not in of_file}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for weight in model.parameters():
+        if weight.is_floating_point():
+            flat = weight.detach().flatten()
+            few = flat[:: max(1, len(flat) // WEIGHTS)].to(torch.bfloat16)
+            digest.update(few.view(torch.int16).cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def facts_of(tokenizer):

@@ -16,15 +16,17 @@ import json
 import random
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from grpo.calls import called, timely
 from grpo.constants import begin, command_line, usage
+from grpo.faults import called
 from grpo.log import announced
-from grpo.prepare import gold_of, prepare_task
+from grpo.prepare import gold_of, prepare_task, recipe_of
+from grpo.rewards import timely
 from grpo.sample import Question
 from grpo.stop import stop
-from grpo.task import Recipe, load_chat, load_items, load_questions, load_task, task_files
+from grpo.task import load_chat, load_items, load_questions, load_task, task_files
 
 SHOWN = 3
 WARM_STEPS = 800  # of the tiny model, at most
@@ -44,7 +46,6 @@ def make_model(recipe, out):
     """Makes the tiny model in the folder `out`; returns the command that trains it. Raises
     TaskError if the task has no right answers, or a function of it fails or hangs."""
     from grpo.commands.tiny_model import warm_start
-    from grpo.options.rewards.opening import without_opening
 
     c, task = recipe.c, recipe.task
     items = load_items(c.TASK, task, "train")
@@ -66,7 +67,7 @@ def make_model(recipe, out):
         return with_replies(recipe, item, written)
 
     answer(items[0], random.Random(0))  # a mistake is reported before a minute of training,
-    Recipe(c, task, [Question(0, items[0], [])]).resolved()  # as are rewards without an OUTCOME
+    replace(recipe, prompts=[Question(0, items[0], [])]).resolved()  # as are rewards
     print(f"a tiny model learns from the examples of {c.TASK}, until its loss is flat", flush=True)
     context = warm_start(out, task, seed=c.SEED, steps=WARM_STEPS, answer=answer, flat=FLAT)
     half = context // 2
@@ -79,17 +80,27 @@ def make_model(recipe, out):
 def with_replies(recipe, item, written):
     """Returns the text of a completion in which the model has `written` a text or a list of turns;
     after one of STOP_STRINGS a reply stands inside the model's turn, else in a separate one."""
-    if not recipe.has_turns:
+    if not recipe.turns:
         return written
     from grpo.commands.tiny_model import TURN
-    from grpo.options.turns.turns import is_open, play
 
-    turns, _, roles = play(recipe, item, [written] if isinstance(written, str) else written)
+    turns, _, roles = recipe.turns.play(
+        recipe, item, [written] if isinstance(written, str) else written
+    )
     text, replies = "", zip(turns[1::2], roles, strict=True)
     for turn, (reply, role) in zip(turns[::2], [*replies, ("", "")], strict=True):
-        inside = not role or is_open(recipe.c, turn)
+        inside = not role or recipe.turns.is_open(recipe.c, turn)
         text += turn + (reply if inside else TURN.format(role, reply))
     return text
+
+
+def without_opening(chat, written):
+    """Returns what the model has to write of a right answer, a text or a list of its turns: without
+    the last message of the chat, if that is the assistant's."""
+    opening = chat[-1]["content"].strip() if chat[-1]["role"] == "assistant" else ""
+    if isinstance(written, str):
+        return written.lstrip().removeprefix(opening) if opening else written
+    return [without_opening(chat, written[0]), *written[1:]]
 
 
 def main(name):
@@ -106,7 +117,7 @@ def main(name):
             if Path(path).exists():
                 raise SystemExit(f"{path} exists already: delete it, or choose another OUT")
     c = trainer.checks.trainer_constants(trainer.DEFAULTS, given | {"TASK": name})
-    command = make_model(Recipe(c, task, []), out) if outs else ""
+    command = make_model(recipe_of(c, task), out) if outs else ""
     with stop.listening(at_once=True):
         tokenizer, recipe = prepare_task(c, split="train", shown=SHOWN)
         load_questions(recipe.others(EVAL_STEPS=1), tokenizer)

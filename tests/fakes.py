@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -10,12 +11,11 @@ from transformers import AutoTokenizer
 import grpo_ref_split as trainer
 from grpo.constants import Constants
 from grpo.options.workers.policy_proof import SharedPolicy
-from grpo.policy import load_policy
+from grpo.prepare import load_policy, recipe_of
 from grpo.rewards import total_of
 from grpo.rollout import sampled_and_rewarded
-from grpo.run import Clock, NoWorkers, Progress
+from grpo.run import Clock, Progress
 from grpo.sample import Group, Question, Sample
-from grpo.task import Recipe
 
 
 def a_group(rewards, *, lengths=(3, 1), truncated=(False, False), **changes):
@@ -67,9 +67,9 @@ def a_recipe(prompts=(), *, task=None, **constants):
         rewards=lambda item, text: dict(zip(NAMES, item[text], strict=True))
     )
     c = Constants(trainer.DEFAULTS | CONSTANTS | constants)
-    found = c.REWARD_WEIGHTS, c.OUTCOME
     questions = [prompt and Question(*prompt) for prompt in prompts]
-    return Recipe(c, task, questions, *found)
+    found = {"weights": c.REWARD_WEIGHTS, "outcome": c.OUTCOME}
+    return replace(recipe_of(c, task), prompts=questions, **found)
 
 
 def one_reward(task, **constants):
@@ -114,7 +114,7 @@ def a_run(recipe, **parts):
         "sampler": FakeEngine(),
         "clock": Clock(),
         "progress": Progress("run"),
-        "workers": NoWorkers(),
+        "workers": None,
     }
     return SimpleNamespace(recipe=recipe, greedy=recipe, c=recipe.c, **own | parts)
 

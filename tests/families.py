@@ -7,6 +7,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from grpo.models import has_softcap
+from grpo.prepare import decoder_of
 from grpo.sampler import sample_groups
 
 VOCAB = 110  # ids of the tokenizer; the models embed 120, as real ones pad their embedding
@@ -85,6 +86,7 @@ def plain_logps(model, prompt, completion, temperature):
 def sample(model, prompts, seed=0, **changes):
     settings = {"group_size": 3, "max_new_tokens": 12, "temperature": 1.0, "eos_ids": EOS}
     settings |= {"vocab_size": VOCAB, "generator": torch.Generator().manual_seed(seed)}
+    settings["decoder"] = decoder_of(model)
     return sample_groups(model, prompts, **(settings | changes))
 
 

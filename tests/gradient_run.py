@@ -19,9 +19,9 @@ from grpo.checks import trainer_constants
 from grpo.engine import make_engine
 from grpo.forward import CompletionModel
 from grpo.loss import linear_logps, token_weights
-from grpo.policy import load_policy
+from grpo.prepare import load_policy
 from grpo.ranks import join_ranks
-from grpo.run import Clock
+from grpo.run import Clock, Progress
 from grpo.sample import Group, Sample
 
 BUDGETS = {"one batch": 10**6, "some": 60, "a row each": 1}
@@ -77,7 +77,10 @@ def bad_steps(engine, policy):
         rows[3].ref_logps = [p + value for p in rows[3].ref_logps]
         before = [p.clone() for p in policy.model.parameters()]
         run = SimpleNamespace(engine=engine, policy=policy, sampler=policy, c=c, clock=Clock())
-        run.reference = SimpleNamespace(info={"model": c.MODEL})
+        run.reference, run.progress = (
+            SimpleNamespace(info={"model": c.MODEL}),
+            Progress("run", checked=True),
+        )
         metrics = trainer.update(run, rows, 100)
         pairs = zip(before, policy.model.parameters(), strict=True)
         result.append((metrics["skipped"], any(bool((a != b).any()) for a, b in pairs)))

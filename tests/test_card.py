@@ -13,9 +13,9 @@ from test_sizes import memory, random_policy, train_longest
 
 import grpo_ref_split as trainer
 from grpo import rehearsal
+from grpo.bfloat16 import float32_logits
 from grpo.chunked import linear_logps
 from grpo.forward import CompletionModel
-from grpo.options.sampling.float32_head import float32_logits
 from grpo.sample import Group, Sample
 
 pytestmark = [

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from grpo import checkpoint, report, resume
 from grpo.ranks import RunFailed
 from grpo.run import Progress
+from grpo.sample import Question
 
 RUN = {  # the constants that checkpoints look at
     "MODEL": "a", "LORA_RANK": 0, "BASE_BITS": 16, "DTYPE": "auto", "TASK": "t", "STEPS": 5,
@@ -172,7 +173,7 @@ def test_other_prompts_have_a_new_order(tmp_path, alone, capsys):
 
 
 def test_the_hash_is_of_the_prompts_ids(alone):
-    hashed = lambda item, ids: resume.data_of(SimpleNamespace(prompts=[(0, item, ids)]))
+    hashed = lambda item, ids: resume.data_of(SimpleNamespace(prompts=[Question(0, item, ids)]))
     assert hashed({"answer": 4}, [5, 6]) == hashed({"answer": object()}, [5, 6])
     assert hashed({}, [6, 5]) != hashed({}, [5, 6])
 
@@ -180,7 +181,7 @@ def test_the_hash_is_of_the_prompts_ids(alone):
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_ranks_with_different_prompts_do_not_train(ranks):
     def data(rank):
-        recipe = SimpleNamespace(task=None, prompts=[(0, {}, [rank])])
+        recipe = SimpleNamespace(task=None, prompts=[Question(0, {}, [rank])])
         return resume.data_of(recipe)
 
     assert all("the ranks have other prompts" in text for text in ranks.each(data, [0, 1]))

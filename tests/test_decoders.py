@@ -17,14 +17,15 @@ from families import (
 from peft import LoraConfig
 
 from grpo.options.plain_decoder import PlainDecoder
+from grpo.prepare import decoder_of
 from grpo.sample import Prompt
-from grpo.sampler import CachedDecoder, make_decoder, stream_groups
+from grpo.sampler import CachedDecoder, stream_groups
 
 
 @pytest.mark.parametrize("family", FAMILIES | WIDE | OTHERS)
 def test_which_families_have_a_cache(family):
     model = tiny_model(family)
-    assert type(make_decoder(model)) is (PlainDecoder if family in SLOW else CachedDecoder)
+    assert decoder_of(model) is (PlainDecoder if family in SLOW else CachedDecoder)
     if family in OTHERS | WIDE:
         assert_plain_logps(model, PROMPTS, sample(model, PROMPTS))
 
@@ -61,6 +62,6 @@ def test_an_ended_sequence_does_not_leave_the_models_positions(family, model_of)
     asked = [Prompt("late", long, 4), *(Prompt(i, [7 + i] * 9, 55) for i in range(9))]
     settings = {"group_size": 1, "max_sequences": 16, "max_new_tokens": 55, "temperature": 1.0}
     settings |= {"eos_ids": {500}, "vocab_size": 110, "generator": torch.Generator().manual_seed(0)}
-    groups = dict(stream_groups(model, iter(asked), **settings))
+    groups = dict(stream_groups(model, iter(asked), **settings, decoder=decoder_of(model)))
     assert {key: len(c.ids) for key, (c,) in groups.items()} == {p.key: p.limit for p in asked}
     assert_plain_logps(model, [p.ids for p in asked], [groups[p.key] for p in asked])

@@ -114,7 +114,6 @@ def test_the_place_in_the_data_moves_with_the_first_update_on_a_rollout(alone, m
     run = run_of(0, after=99)
     run.c, run.laps = run.c.but(UPDATES_PER_ROLLOUT=2), []
     run.folder = SimpleNamespace(log_samples=lambda *_: None, log=lambda *_: None)
-    monkeypatch.setattr(trainer, "check_update", lambda *_: None)
     monkeypatch.setattr(trainer, "samples_to_train", lambda *_: ["a sample"])
     monkeypatch.setattr(trainer, "update", lambda *_: next(made))
     with pytest.raises(StopIteration):

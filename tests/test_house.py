@@ -52,52 +52,32 @@ def package(module):
 
 
 MAY = {  # what a module may import of ours
-    "root": {"root", "core", "option", "command", "task"},
+    "root": {"root", "core", "command", "task"},
     "core": {"core"},
-    "option": {"core", "option"},
+    "option": {"core"},
     "command": {"root", "core", "option", "command"},
     "task": {"task"},
 }
-CHOOSE = {  # who of the core names an option, within the function that switches it on
-    "rewards.async_rewards": "grpo.calls",  # async def
-    "rewards.faults": "grpo.calls",  # a mistake in the task
-    "rewards.opening": "grpo.models grpo.prepare",  # a prompt may begin the answer
-    "sampling.float32_head": "grpo.policy",  # bfloat16
-    "plain_decoder": "grpo.sampler",  # a model without a KV cache
-    "stop_strings": "grpo.policy",  # STOP_STRINGS
-    "vllm_policy": "grpo.policy",  # SAMPLER
-    "training.evidence": "grpo.report",  # a check of log-probs has failed
-    "training.idle": "grpo.report",  # a step has nothing to train
-    "four_bits": "grpo.models",  # BASE_BITS
-    "lora": "grpo.policy grpo.reference",  # LORA_RANK
-    "reporters": "grpo.start",  # REPORT_TO
-    "training.rounded_step": "grpo.engine",  # bfloat16
-    "teacher": "grpo.reference",  # REFERENCE
-    "turns.counts": "grpo.metrics",  # a task with reply()
-    "turns.tools": "grpo.task grpo.prepare",  # a task with TOOLS
-    "turns.turns": "grpo.rollout grpo.prepare grpo.rewards",  # a task with reply(), and its preview
-    "workers.policy_proof": "grpo.start",  # PUBLISH_STEPS
-    "workers.rank_0": "grpo.start",  # PUBLISH_STEPS
-    "workers.worker": "grpo_ref_split",  # the role
-}
+# One place composes: these choose options, and hand on what they chose
+COMPOSE = {"grpo.start", "grpo.prepare", "grpo.options.workers.worker", "grpo_ref_split"}
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_a_module_imports_only_what_it_may(module):
     here = package(module)
+    folder = module.rpartition(".")[0]
     for other in IMPORTS[module] & MODULES.keys():
-        chosen = module in CHOOSE.get(other.removeprefix("grpo.options."), "").split()
-        assert package(other) in MAY[here] or chosen, f"{module} must not import {other}"
+        beside = here == "option" and other.rpartition(".")[0] in (folder, "grpo.options")
+        chosen = module in COMPOSE and package(other) == "option"
+        allowed = package(other) in MAY[here] or beside or chosen
+        assert allowed, f"{module} must not import {other}"
 
 
-def test_the_core_names_an_option_in_one_place_within_a_function():
-    for option, choosers in CHOOSE.items():
-        for module in choosers.split():
-            top = ast.parse(MODULES[module].read_text()).body
-            top = [node.module for node in top if isinstance(node, ast.ImportFrom)]
-            assert f"grpo.options.{option}" in IMPORTS[module] and (
-                f"grpo.options.{option}" not in top or module == "ref_server"
-            )
+def test_options_are_imported_within_the_function_that_chooses_them():
+    for module in COMPOSE:
+        top = imports_of(MODULES[module], top=True) & MODULES.keys()
+        chosen = {other for other in top if package(other) == "option"}
+        assert {other.rpartition(".")[0] for other in chosen} <= {module.rpartition(".")[0]}
 
 
 def reached_from(*modules):
@@ -133,8 +113,8 @@ def test_a_worker_and_the_server_need_what_is_installed_for_them(process, absent
 
 
 CEILINGS = {  # lines of the files that match; they only go down
-    "*.py grpo/**/*.py tasks/*.py presets/*.py": 10_965,
-    "tests/**/*.py": 13_910,
+    "*.py grpo/**/*.py tasks/*.py presets/*.py": 10_912,
+    "tests/**/*.py": 13_896,
     "grpo_ref_split.py": 417,
     "ref_server.py": 165,
     "benchmarks/*.py": 2_097,

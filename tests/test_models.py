@@ -18,9 +18,8 @@ from transformers import Gemma3Config, Phi3Config
 import ref_server
 from grpo import models
 from grpo.commands.merge import merge
-from grpo.constants import OWN_CODE, fault_of
 from grpo.models import check_context, config_of, load_model, load_tokenizer, prompt_ids
-from grpo.policy import load_policy
+from grpo.prepare import load_policy
 from grpo.sample import Sample
 from grpo.task import load_split
 
@@ -106,11 +105,9 @@ def test_code_of_a_models_own_never_runs_and_nobody_is_asked(named, tiny, tmp_pa
     Path(folder, "own.py").write_text("raise SystemExit('it runs')")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
     if named == "qwen2":  # which transformers has, too
-        assert fault_of(folder) == "" and load_tokenizer(folder) and config_of(folder)
+        assert load_tokenizer(folder) and config_of(folder)
         assert load_model(folder, "float32", 99)
         return
-    assert fault_of(folder) == OWN_CODE
-    monkeypatch.setattr("grpo.models.fault_of", lambda name: "")  # as a model on the hub
     with pytest.raises(SystemExit, match="it has code of its own, which we never run"):
         config_of(folder)
     Path(folder, "tokenizer_config.json").write_text(
@@ -173,11 +170,13 @@ def test_an_id_of_the_tokenizer_without_an_embedding_is_neither_sampled_nor_aske
     short = load_policy(str(tmp_path), policy.tokenizer, "float32")
     last = policy.vocab_size - 1
     assert short.vocab_size == last
-    task = SimpleNamespace(load=lambda split: [{"n": 4}, {"n": last}], messages=lambda item: [item])
+    task = SimpleNamespace(
+        load=lambda split: [{"n": 4}, {"n": last}], messages=lambda item: [item | {"role": ""}]
+    )
     monkeypatch.setattr(models, "prompt_ids", lambda tokenizer, chat, **_: [5, chat[0]["n"]])
     monkeypatch.setattr("grpo.task.is_chat", lambda chat: True)
-    c = a_recipe(MODEL=str(tmp_path)).c
-    (question,) = load_split(c, task, "train", policy.tokenizer)
+    recipe = a_recipe(task=task, MODEL=str(tmp_path))
+    (question,) = load_split(recipe, "train", policy.tokenizer)
     assert question.ids == [5, 4] and f"no embedding for token {last}" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="no EOS token"):
         models.stop_ids(str(tiny), policy.tokenizer, [], min(short.eos_ids))

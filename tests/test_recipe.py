@@ -18,12 +18,11 @@ def test_long_prompts_are_left_out_and_counted(tokenizer, capsys):
         load=lambda split: items,
         messages=lambda item: [{"role": "user", "content": item["question"]}],
     )
-    c = a_recipe(MAX_PROMPT_TOKENS=40).c
-    assert [index for index, _, _ in load_split(c, task, "train", tokenizer)] == [0]
+    recipe = a_recipe(task=task, MAX_PROMPT_TOKENS=40)
+    assert [question.index for question in load_split(recipe, "train", tokenizer)] == [0]
     assert "2 questions, 1 left out" in capsys.readouterr().out  # not in silence
-    c = c.but(MAX_PROMPT_TOKENS=2)
     with pytest.raises(SystemExit, match="MAX_PROMPT_TOKENS = 2"):
-        load_split(c, task, "train", tokenizer)
+        load_split(recipe.others(MAX_PROMPT_TOKENS=2), "train", tokenizer)
 
 
 def test_questions_that_are_trained_on_and_evaluated_are_counted(tokenizer, capsys):
@@ -33,7 +32,7 @@ def test_questions_that_are_trained_on_and_evaluated_are_counted(tokenizer, caps
         messages=lambda item: [{"role": "user", "content": item["question"]}],
     )
     recipe = a_recipe(task=task, MAX_PROMPT_TOKENS=99, EVAL_QUESTIONS=5)
-    recipe = replace(recipe, prompts=load_split(recipe.c, task, "train", tokenizer))
+    recipe = replace(recipe, prompts=load_split(recipe, "train", tokenizer))
     assert len(load_questions(recipe, tokenizer)) == 5
     assert "2 of the 5 questions of the evaluation are also trained" in capsys.readouterr().out
     questions["test"] = "xyz"

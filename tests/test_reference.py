@@ -13,7 +13,6 @@ from grpo import remote as remote_module
 from grpo.client import Refused
 from grpo.logp_checks import check_reference
 from grpo.reference import (
-    LocalReference,
     NoReference,
 )
 from grpo.remote import RemoteReference
@@ -102,12 +101,12 @@ def test_a_teacher_is_a_model_of_its_own_also_with_adapters(lora_rank, tiny, tea
 def test_a_teacher_that_does_not_fit_is_refused(tiny, teacher):
     policy, c = tiny_policy(tiny), constants(REFERENCE=str(teacher))
     with pytest.raises(SystemExit, match="context of REFERENCE = .*teacher.* 256 tokens"):
-        LocalReference(SimpleNamespace(**vars(c) | {"MAX_COMPLETION_TOKENS": 249}), policy)
+        make_reference(SimpleNamespace(**vars(c) | {"MAX_COMPLETION_TOKENS": 249}), policy, None)
     policy.tokenizer.add_tokens(["<new>"])
     with pytest.raises(SystemExit, match="REFERENCE = '.*teacher' does not .* tiny: it has vocab"):
-        LocalReference(c, policy)
+        make_reference(c, policy, None)
     with pytest.raises(SystemExit, match="REFERENCE = './nowhere' can't be loaded"):
-        LocalReference(constants(REFERENCE="./nowhere"), policy)
+        make_reference(constants(REFERENCE="./nowhere"), policy, None)
 
 
 # --- At a server ------------------------------------------------------------------------

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import a_recipe, a_run
+from fakes import a_recipe
 
 import grpo_ref_split as trainer
 from grpo import report
+from grpo.bad_step import log_idle
 from grpo.metrics import peak_gb
 from grpo.options.reporters import REPORTERS
 from grpo.report import Bar, RunFolder
@@ -96,11 +97,9 @@ def test_the_minutes_left_are_those_of_all_steps_and_evaluations(monkeypatch, ca
     assert found == [("120", "12"), ("600", "30"), ("60", "21")]  # 6 x 2; 5 x 6; 4 x 5.33
 
 
-def test_rewards_that_take_most_of_the_first_step_are_said(alone, capsys):
-    (run := a_run(a_recipe())).progress.checked = True
+def test_rewards_that_take_most_of_the_first_step_are_said(capsys):
     for seconds in (0.8, 1.2):
-        run.laps = [{"seconds": 2.0, "seconds_reward": seconds}]
-        report.check_update(run, {"skipped": 0}, [])
+        report.give_hints({"seconds": 2.0, "seconds_reward": seconds})
     assert capsys.readouterr().out.count("async def rewards") == 1
 
 
@@ -129,10 +128,10 @@ def test_steps_without_an_untruncated_completion_name_the_constant_that_trains_o
     capsys, truncated, kept, masks, hint
 ):
     recipe = a_recipe(MASK_TRUNCATED=masks)
-    run = SimpleNamespace(recipe=recipe, progress=Progress("run", idle=1))
+    run = SimpleNamespace(c=recipe.c, recipe=recipe, progress=Progress("run", idle=1))
     metrics = {"completions/clipped_ratio": truncated, "groups_sampled": 3}
-    report.log_idle(run, metrics, [None] * kept)
+    log_idle(run, metrics, [None] * kept)
     assert "no completion had a reward" not in run.progress.idle_reason
-    report.log_idle(run, metrics | {"rewards/none": 1}, [None] * kept)
+    log_idle(run, metrics | {"rewards/none": 1}, [None] * kept)
     assert "no completion had a reward: rewards() returned None" in run.progress.idle_reason
     assert ("train on them: MASK_TRUNCATED = False" in capsys.readouterr().out) == hint

@@ -28,7 +28,7 @@ from grpo import metrics as metrics_module
 from grpo import report
 from grpo.options.workers.rank_0 import Workers
 from grpo.ranks import RunFailed
-from grpo.run import NoWorkers, Progress
+from grpo.run import Progress
 from grpo.sample import Group, Sample
 from grpo.stop import stop
 
@@ -59,7 +59,7 @@ def take_step(outcomes, *, step=0, engine=None, workers=None, reference=None, **
         sampler=engine or FakeEngine(),
         progress=Progress("run", step),
         reference=reference or Reference(),
-        workers=workers or NoWorkers(),
+        workers=workers,
     )
     return trainer.sample_rollout(run)[:3]
 
@@ -242,7 +242,7 @@ def test_each_ranks_reference_scores_a_share_of_the_workers_groups(alone, monkey
 
         monkeypatch.setattr(trainer.dist, "get_rank", lambda rank=rank: rank)
         monkeypatch.setattr(trainer.dist, "all_gather_object", gather)
-        workers = Arrived(*groups, **constants) if rank == 0 else NoWorkers()
+        workers = Arrived(*groups, **constants) if rank == 0 else None
         reference = Reference()
         take_step([], step=0, reference=reference, workers=workers, **constants)
         shares.append(reference.asked)

@@ -19,9 +19,8 @@ from processes import PATIENCE, command_of, start
 import ref_server
 from grpo.gate import listen
 from grpo.log import in_background
-from grpo.models import weights_of
 from grpo.remote import ReferenceClient
-from grpo.wire import facts_of, pack_ids, unpack_ids, unpack_logps
+from grpo.wire import facts_of, pack_ids, unpack_ids, unpack_logps, weights_of
 from ref_server import Reference, make_app
 
 INFO = {"model": "theirs", "dtype": "float32"}

@@ -24,6 +24,7 @@ from grpo.forward import CompletionModel
 from grpo.models import load_model
 from grpo.options.lora import ALL
 from grpo.policy import Policy
+from grpo.prepare import loader_of
 from grpo.run import Clock
 from grpo.sampler import sample_groups
 
@@ -33,7 +34,7 @@ def random_policy(config, rank, folder=None):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if folder:
         model.save_pretrained(folder)
-        model, _ = load_model(str(folder), "bfloat16", config.vocab_size, bits=4)
+        model, _ = load_model(str(folder), "bfloat16", config.vocab_size, loader_of(4))
     if rank:
         model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=ALL))
     return Policy("random", model, None, {-1}, config.vocab_size, "bfloat16", 0.0)

@@ -7,6 +7,7 @@ from fakes import a_recipe, tiny_policy
 from families import tiny_model
 
 from grpo.forward import CompletionModel
+from grpo.prepare import decoder_of
 from grpo.start import uses_of
 
 CACHED, PLAIN = "torch, CachedDecoder", "torch, PlainDecoder"
@@ -22,6 +23,7 @@ PADDED, WHOLE = "each completion with its prompt", "all logits at once"
 def test_what_a_model_can_not_do_is_not_what_a_run_uses(tiny, alone, family, expected):
     policy, recipe = tiny_policy(tiny), a_recipe(MAX_PROMPT_TOKENS=9)
     policy.model = tiny_model(family)
+    policy.decoder = decoder_of(policy.model)
     engine = SimpleNamespace(module=CompletionModel(policy.model))
     reference = SimpleNamespace(what="a copy of MODEL")
     uses = uses_of(recipe.c, policy, policy, engine, reference)

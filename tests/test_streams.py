@@ -17,6 +17,7 @@ from families import (
 )
 
 from grpo.options.plain_decoder import PlainDecoder
+from grpo.prepare import decoder_of
 from grpo.sample import Prompt
 from grpo.sampler import CachedDecoder, stream_groups
 
@@ -42,7 +43,7 @@ def test_prompts_may_have_a_limit_of_their_own(family, model_of):
     asked = [Prompt(i, ids, 2 + i) for i, ids in enumerate(MANY)]
     settings = {"group_size": 2, "max_sequences": 7, "max_new_tokens": 12}
     settings |= {"temperature": 1.0, "eos_ids": EOS, "vocab_size": VOCAB}
-    settings["generator"] = torch.Generator().manual_seed(0)
+    settings |= {"generator": torch.Generator().manual_seed(0), "decoder": decoder_of(model)}
     found = [[] for _ in asked]
     for key, group in stream_groups(model, iter(asked), **settings):
         found[key] += group
@@ -67,7 +68,7 @@ class Desk:
     def run(self, model):
         settings = {"group_size": 3, "max_sequences": 7, "max_new_tokens": 12, "temperature": 1.0}
         settings |= {"eos_ids": EOS, "vocab_size": VOCAB}
-        settings["generator"] = torch.Generator().manual_seed(0)
+        settings |= {"generator": torch.Generator().manual_seed(0), "decoder": decoder_of(model)}
         for key, group in stream_groups(model, self.prompts(), **settings):
             self.events.append(("ended", key))
             yield key, group

@@ -3,6 +3,7 @@
 import math
 import re
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,12 +13,13 @@ from fakes import PROMPT, FakeEngine, a_recipe, sampled
 from transformers import AutoTokenizer
 
 import grpo_ref_split as trainer
-from grpo import policy
-from grpo.calls import TaskError
+from grpo import prepare
+from grpo.faults import TaskError
 from grpo.options.workers.shared_settings import settings_of
 from grpo.prepare import preview
 from grpo.rewards import reward_texts
-from grpo.task import ids_of, load_split, load_task
+from grpo.sample import Question
+from grpo.task import Recipe, load_split, load_task, prompt_of
 
 QUESTION = {"question": "Why?"}
 
@@ -31,8 +33,8 @@ def loaded(tiny, load=lambda split: [QUESTION], messages=chat, template=None, **
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     tokenizer.chat_template = template or tokenizer.chat_template
     c = SimpleNamespace(TASK="mine", MODEL=tiny, MAX_PROMPT_TOKENS=99, CHAT_TEMPLATE=options)
-    task = SimpleNamespace(load=load, messages=messages)
-    return [tokenizer.decode(ids) for _, _, ids in load_split(c, task, "train", tokenizer)]
+    recipe = Recipe(c, SimpleNamespace(load=load, messages=messages))
+    return [tokenizer.decode(prompt.ids) for prompt in load_split(recipe, "train", tokenizer)]
 
 
 def refused(names, function, *arguments, **named):
@@ -245,9 +247,9 @@ def previewed(tiny, capsys, messages=chat, template=None, **task):
     task.messages = messages
     item = {"question": "What is 6 * 7?", "answer": 42}
     own = {"TASK": "mine", "MODEL": "its name", "REWARD_WEIGHTS": None, "OUTCOME": None}
-    ids = ids_of(a_recipe(**own).c, task, item, tokenizer)
-    recipe = a_recipe([(7, item, ids)], task=task, **own).resolved()
-    preview(recipe, tokenizer, 1)
+    recipe = a_recipe(task=task, **own)
+    question = Question(7, item, *prompt_of(recipe, item, tokenizer))
+    preview(replace(recipe, prompts=[question]).resolved(), tokenizer, 1)
     return capsys.readouterr().out
 
 
@@ -284,7 +286,7 @@ def test_names_that_are_not_those_of_the_weights_are_found_before_the_model_is_l
     task = SimpleNamespace(load=lambda split: [QUESTION], messages=chat, rewards=rewards)
     task.REWARD_WEIGHTS = {"correctness": 1.0, "format": 1.0}
     monkeypatch.setitem(sys.modules, "tasks.mine", task)
-    monkeypatch.setattr(policy, "load_policy", None)
+    monkeypatch.setattr(prepare, "load_policy", None)
     constants = {"MODEL": str(tiny), "RUN_DIR": str(tmp_path), "TASK": "mine", "KL_BETA": 0}
     constants |= {"MAX_PROMPT_TOKENS": 128, "MAX_COMPLETION_TOKENS": 128}
     for main in (trainer.main, trainer.worker):

@@ -29,10 +29,10 @@ import grpo_ref_split as trainer
 from grpo.checks import trainer_constants
 from grpo.constants import command_line
 from grpo.models import load_model, load_tokenizer
-from grpo.prepare import prepare
+from grpo.prepare import prepare, recipe_of
 from grpo.rewards import reward_texts
 from grpo.sample import Question
-from grpo.task import Recipe, different, load_items, load_split, load_task
+from grpo.task import different, load_items, load_split, load_task
 from tasks import arithmetic, data, gsm8k, judge
 from tasks import math as math_task
 from tasks import reasoning_gym as gym
@@ -459,7 +459,7 @@ def test_a_tiny_model_of_a_task_with_async_rewards(tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(source + rewards)
     c = trainer_constants(trainer.DEFAULTS, {"TASK": str(tmp_path / "own.py")})
     monkeypatch.setattr("grpo.commands.tiny_model.warm_start", lambda *_, **__: 256)
-    command = module.make_model(Recipe(c, load_task(c.TASK), []), tmp_path / "model")
+    command = module.make_model(recipe_of(c, load_task(c.TASK)), tmp_path / "model")
     assert "MAX_COMPLETION_TOKENS=128" in command
 
 
@@ -478,7 +478,7 @@ def test_questions_that_differ_only_in_what_the_model_must_find_are_all_asked(ti
     c = trainer_constants(
         trainer.DEFAULTS, {"TASK": "guess", "MODEL": str(tiny), "MAX_PROMPT_TOKENS": 99}
     )
-    questions = load_split(c, load_task("guess"), "test", load_tokenizer(str(tiny)))
+    questions = load_split(recipe_of(c, load_task("guess")), "test", load_tokenizer(str(tiny)))
     assert len({tuple(question.ids) for question in questions}) == 1
     assert [q.item["secret"] for q in different(questions * 2)] == [1, 2, 3, 4, 5, 6, 7]
 

@@ -1,8 +1,6 @@
 """What a chat template does to a run: it opens a tag, it shows a day. And what a tokenizer does:
 it appends EOS, and it reads special tokens in a tool's text."""
 
-import functools
-import pickle
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,14 +9,14 @@ from fakes import FakeEngine, a_recipe, one_reward, sampled
 from tokenizers.processors import TemplateProcessing
 
 from grpo import prepare
-from grpo.calls import TaskError
+from grpo.faults import TaskError
 from grpo.metrics import evaluate
 from grpo.models import prompt_ids
-from grpo.options.rewards.opening import opening_of, without_opening
-from grpo.options.turns.turns import bridge
+from grpo.options.turns.replies import bridge
 from grpo.prepare import preview
-from grpo.task import load_split
+from grpo.task import load_split, opened_tag, prompt_of
 from tasks import gsm8k
+from tasks.__main__ import without_opening
 
 USER = {"role": "user", "content": "How many?"}
 ITEM = {"question": "How many?", "answer": "6 * 7 #### 42"}
@@ -56,7 +54,7 @@ CLOSED += "{% else %}<think>\n{% endif %}"
     ("[RESP]", ""),
 ])  # fmt: skip
 def test_the_tag_that_a_template_opens(tokenizer, text, expected):
-    opened = lambda chat, **options: opening_of(tokenizer, prompt_ids(tokenizer, chat, **options))
+    opened = lambda chat, **options: opened_tag(tokenizer, prompt_ids(tokenizer, chat, **options))
     opening(tokenizer, text)
     assert opened([USER]) == expected
     if "enable" in text:
@@ -70,7 +68,7 @@ def test_a_run_whose_prompts_end_with_a_tag_shows_it_to_rewards(tokenizer, monke
     monkeypatch.setattr("grpo.models.load_tokenizer", lambda name: opening(tokenizer, THINK))
     c = a_recipe(TASK="arithmetic", REWARD_WEIGHTS=None, OUTCOME=None, MAX_PROMPT_TOKENS=99).c
     _, recipe = prepare.prepare_task(c, split="test", shown=0)
-    assert recipe.opening(recipe.prompts[0][2]) == THINK
+    assert recipe.prompts[0].opening == THINK
 
 
 class Says(FakeEngine):
@@ -109,8 +107,7 @@ def test_the_assistants_last_message_goes_on_as_in_trl_and_rewards_see_it(
     rewards = lambda item, completion: seen.append(completion) or 0.0
     task = SimpleNamespace(rewards=rewards, messages=lambda item: chat)
     recipe = a_recipe(task=task, REWARD_WEIGHTS={"reward": 1.0}, OUTCOME="reward")
-    recipe = replace(recipe, opening=functools.partial(opening_of, tokenizer))
-    sampled(Says("42"), recipe, iter([(0, ITEM, pickle.loads(pickle.dumps(ids)))]))
+    sampled(Says("42"), recipe, iter([(0, ITEM, *prompt_of(recipe, ITEM, tokenizer))]))
     opening = whole[whole.rindex(text.strip()) :] if text.strip() else whole[len(whole) :]
     assert {x.strip() for x in seen} == {(opening + "42").strip()}
     assert all(whole.endswith(x.removesuffix("42")) for x in seen)
@@ -124,7 +121,7 @@ def test_a_run_whose_messages_begin_the_answer_shows_it_to_rewards_and_gold(
     c = a_recipe(TASK=str(tmp_path / "own.py"), REWARD_WEIGHTS=None, OUTCOME=None).c
     c = c.but(MAX_PROMPT_TOKENS=99)
     _, recipe = prepare.prepare_task(c, split="test", shown=3)
-    openings = [recipe.opening(ids) for *_, ids in recipe.prompts]
+    openings = [question.opening for question in recipe.prompts]
     assert openings == ["Let me think: 0", "Let me think: 1", ""]  # the last has none
     out = capsys.readouterr().out
     assert "rewards of an empty completion: reward 0" in out
@@ -157,8 +154,7 @@ def gold(item):  # with the opening, or without
 def test_such_a_template_can_earn_the_format_reward_everywhere(tokenizer, alone, capsys):
     """A second <think> earns nothing: the prompt has the first."""
     ids = prompt_ids(opening(tokenizer, THINK), [USER])
-    recipe = a_recipe([(0, ITEM, ids)], task=gsm8k, REWARD_WEIGHTS=gsm8k.REWARD_WEIGHTS)
-    recipe = replace(recipe, opening=functools.partial(opening_of, tokenizer))
+    recipe = a_recipe([(0, ITEM, ids, THINK)], task=gsm8k, REWARD_WEIGHTS=gsm8k.REWARD_WEIGHTS)
     for text, format in (("42</think><answer>42</answer>", 1.25), ("<think>42</think>", -1.0)):
         (group,) = sampled(Says(text), recipe, iter(recipe.prompts))
         assert [s.rewards["format"] for s in group.samples] == [format] * 2
@@ -188,16 +184,15 @@ def test_reply_sees_what_rewards_see_at_each_turn_that_the_template_begins(token
 
     task = SimpleNamespace(reply=reply, rewards=lambda item, turns: seen.append(turns) or 0.0)
     recipe = one_reward(task, GROUP_SIZE=1)
-    recipe = replace(recipe, opening=functools.partial(opening_of, opening(tokenizer, THINK)))
     says = Says("a")
-    says.tokenizer = tokenizer
+    says.tokenizer = opening(tokenizer, THINK)
     ids = prompt_ids(tokenizer, [USER])
     for _ in range(2):
-        (group,) = sampled(says, recipe, iter([(0, ITEM, ids)]))
+        (group,) = sampled(says, recipe, iter([(0, ITEM, ids, THINK)]))
     assert seen[-1] == group.samples[0].text == ["<think>\na", "more", "<think>\na"]
     assert seen[0] == ["<think>\na"] and "<think>" in tokenizer.decode(group.samples[0].ids)
     says.eos_ids = {9}  # then a turn ends by a stop string, and a reply stands inside it
-    (group,) = sampled(says, recipe, iter([(0, ITEM, ids)]))
+    (group,) = sampled(says, recipe, iter([(0, ITEM, ids, THINK)]))
     assert group.samples[0].text == ["<think>\na", "in the same turn", "a"]
 
 
@@ -209,9 +204,9 @@ def test_a_template_shows_one_day_on_all_days_and_machines(tokenizer):
     day = "Today is {{ date_string or strftime_now('%d %b %Y') }}. "  # as Llama 3's
     tokenizer.chat_template = day + tokenizer.chat_template
     for options, shown in (({}, "26 Jul 2024"), ({"date_string": "31 Jan 2026"}, "31 Jan 2026")):
-        c = a_recipe(MAX_PROMPT_TOKENS=99, CHAT_TEMPLATE=options).c
-        (_, _, ids), _ = load_split(c, TASK, "train", tokenizer)
-        assert tokenizer.decode(ids).startswith(f"Today is {shown}. ")
+        recipe = a_recipe(task=TASK, MAX_PROMPT_TOKENS=99, CHAT_TEMPLATE=options)
+        question, _ = load_split(recipe, "train", tokenizer)
+        assert tokenizer.decode(question.ids).startswith(f"Today is {shown}. ")
 
 
 # --- EOS, and special tokens ------------------------------------------------------------

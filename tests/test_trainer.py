@@ -10,10 +10,11 @@ import torch
 from fakes import a_group, a_recipe, a_run, move, sampled, tiny_policy, totalled
 
 import grpo_ref_split as trainer
-from grpo import checkpoint, engine
+from grpo import checkpoint, engine, logp_checks
 from grpo.forward import CompletionModel
-from grpo.logp_checks import NOISE, TILT, check_reference, check_sampler
+from grpo.logp_checks import TILT, check_reference, check_sampler
 from grpo.metrics import TokenStats
+from grpo.policy import NOISE
 from grpo.rollout import skip_if_flat
 from grpo.run import Progress
 from grpo.sample import keep_logps
@@ -92,19 +93,18 @@ def test_whose_log_probs_are_the_old_ones():
 
 
 # --- The update ----------------------------------------------------------------------
-def test_backward_and_optimiser_have_the_ranks_share_of_the_cores(monkeypatch):
+def test_backward_and_optimiser_have_the_ranks_share_of_the_cores(alone, monkeypatch):
     """torchrun leaves each rank one thread, with which an offloaded update would take its time."""
     seen, before = [], torch.get_num_threads()
     noted = lambda value: lambda *_, **__: seen.append(torch.get_num_threads()) or value
     monkeypatch.setattr(trainer, "accumulate", noted({"loss": 0.0}))
     monkeypatch.setattr(trainer, "take_step", noted({"grad_norm": 1.0}))
-    monkeypatch.setattr(trainer, "leaving_evidence", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(engine, "training_threads", lambda: before + 1)
     run = a_run(a_recipe(), engine=SimpleNamespace(module=SimpleNamespace(head=None)))
     run.policy = SimpleNamespace(dtype="float32")
     run.reference = SimpleNamespace(info={"model": "tiny"})
     checks = []
-    monkeypatch.setattr(trainer, "check_sampler", lambda *given: checks.append(given[2]))
+    monkeypatch.setattr(logp_checks, "check_sampler", lambda *given: checks.append(given[2]))
     for sampler in ("trainer", "worker"):
         trainer.update(run, [SimpleNamespace(group=SimpleNamespace(sampler=sampler))], 1)
     assert seen == [before + 1] * 4 and torch.get_num_threads() == before
@@ -197,7 +197,7 @@ def test_an_update_tells_noise_from_a_wrong_sampler(dtype, tiny, alone):
     policy = tiny_policy(tiny, dtype)
     check = functools.partial(check_sampler, sampler=SimpleNamespace(noise=NOISE[dtype]))
     check(first_update(policy, policy))
-    noises = [0.055, 0.084] if dtype == "bfloat16" else []  # published: see grpo.logp_checks.NOISE
+    noises = [0.055, 0.084] if dtype == "bfloat16" else []  # published: see grpo.policy.NOISE
     for noise in noises:
         metrics = first_update(policy, policy, noise=noise)
         assert metrics["sampler_k3"] > 1e-3 and abs(metrics["sampler_tilt"]) < TILT / 2

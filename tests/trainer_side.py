@@ -91,7 +91,7 @@ def sample_of(workers, number=0, *, reward_names=("correctness", "format"), ids=
         sample.rewards = dict.fromkeys(reward_names, 0.0) | {"correctness": correct}
     prompt = workers.recipe.prompts[number % len(workers.recipe.prompts)]
     facts = {"id": f"me-{number}", "run": workers.run, "sampler": "me", "outcome": "correctness"}
-    group = Group(*prompt, samples, **facts)
+    group = Group(*prompt[:3], samples, **facts)
     vars(group).update(changes)
     return pack_group(group)
 

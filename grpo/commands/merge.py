@@ -15,6 +15,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
+from grpo.bfloat16 import rounded_to
 from grpo.checkpoint import CONSTANTS
 from grpo.constants import fault_of
 from grpo.log import say
@@ -27,7 +28,6 @@ from grpo.models import (
     whole_model,
 )
 from grpo.options.four_bits import is_in_4_bits
-from grpo.options.training.rounding import rounded_to
 
 CONFIG = "adapter_config.json"
 
@@ -50,7 +50,7 @@ def load_base_tokenizer(model):
 
 def merge_into(model, folder):
     """Adds the adapter in `folder`, if there is one, to its base `model`, in place. The sum is made
-    in float32 and rounded once, in bfloat16 at random (rounding.py). A `model` in 4 bits keeps the
+    in float32 and rounded once, in bfloat16 at random (bfloat16.py). A `model` in 4 bits keeps the
     adapter beside its layers. Raises SystemExit if the two do not match."""
     if not Path(folder, CONFIG).is_file():
         return

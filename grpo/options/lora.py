@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from grpo.bfloat16 import rounded_to
 from grpo.log import say
-from grpo.options.training.rounding import rounded_to
 
 LORA_SCALE = 2  # s = alpha / rank, in W + s B A
 ALL = "all-linear"  # PEFT's name for every linear layer but the LM head
@@ -57,7 +57,7 @@ def merge_adapters(model, tensors):
 
 def merged_weight(layer, a, b):
     """Returns W + s B A in the dtype of W. The sum is made in float32 and rounded once: in bfloat16
-    at random (rounding.py), as the nearest number is W itself until s B A has become large."""
+    at random (bfloat16.py), as the nearest number is W itself until s B A has become large."""
     update = LORA_SCALE * (b.float() @ a.float()).to(layer.weight.device)
     if isinstance(layer, Conv1D):  # GPT-2 keeps matrices transposed
         update = update.T

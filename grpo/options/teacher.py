@@ -1,12 +1,13 @@
 """REFERENCE: the local reference is another model with MODEL's tokenizer (docs/teacher.md)."""
 
+from grpo.forward import CompletionModel
 from grpo.models import check_context, load_tokenizer
-from grpo.policy import load_policy
+from grpo.prepare import load_policy
 from grpo.wire import check_facts, facts_of
 
 
 def load_teacher(c, policy):
-    """Returns (what it is, the frozen model REFERENCE, its name, which is never MODEL's). Raises
+    """Returns (the frozen model REFERENCE, what it is, its name, which is never MODEL's). Raises
     SystemExit if its tokenizer, embeddings or context do not fit."""
     teacher = load_tokenizer(c.REFERENCE, "REFERENCE")
     facts, mine = (facts_of(t) for t in (teacher, policy.tokenizer))
@@ -16,4 +17,5 @@ def load_teacher(c, policy):
     if loaded.vocab_size < policy.vocab_size:
         raise SystemExit(f"REFERENCE = {c.REFERENCE!r} has fewer embeddings than {c.MODEL!r}")
     what = f"REFERENCE = {c.REFERENCE!r}"
-    return what, loaded.model.requires_grad_(False), f"{c.REFERENCE} (REFERENCE)"
+    model = CompletionModel(loaded.model.requires_grad_(False))
+    return model, what, f"{c.REFERENCE} (REFERENCE)"

@@ -20,6 +20,7 @@ from grpo.commands.merge import bits_of, merge_into
 from grpo.forward import CompletionModel
 from grpo.models import load_model
 from grpo.options.lora import add_adapters
+from grpo.prepare import loader_of
 from grpo.reference import is_teacher
 from grpo.rehearsal import sample_longest
 from grpo.start import make_reference
@@ -33,7 +34,7 @@ ROUNDING = 2e-5  # of float32; measured: 3e-6
 
 def in_4_bits(folder, family, dtype="float32"):
     tiny_model(family).save_pretrained(folder)
-    return load_model(str(folder), dtype, 110, bits=4)[0]
+    return load_model(str(folder), dtype, 110, loader_of(4))[0]
 
 
 def dequantized(model):
@@ -166,7 +167,7 @@ def adapter(tiny, tmp_path):
 
 def test_an_adapter_is_loaded_beside_its_4_bits(adapter, tiny):
     folder, policy = adapter
-    model, _ = load_model(str(tiny), "float32", policy.vocab_size, bits=bits_of(folder))
+    model, _ = load_model(str(tiny), "float32", policy.vocab_size, loader_of(bits_of(folder)))
     merge_into(model, folder)
     torch.testing.assert_close(model(IDS).logits, policy.model(IDS).logits, rtol=0, atol=ROUNDING)
     assert bits_of(tiny) == 16

@@ -16,7 +16,7 @@ from grpo.logp_checks import check_sampler
 from grpo.options import vllm_policy
 from grpo.options.vllm_policy import VLLMPolicy
 from grpo.options.weights import load_weights
-from grpo.policy import load_policy
+from grpo.prepare import load_policy
 from grpo.sample import Prompt, Sample
 
 CONSTANTS = {"MODEL": "tiny", "GROUP_SIZE": 4, "SEED": 3, "STOP_TOKENS": [], "STOP_STRINGS": []}

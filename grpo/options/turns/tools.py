@@ -22,9 +22,8 @@ import traceback
 import jinja2
 from transformers.utils import get_json_schema
 
-from grpo.calls import TaskError, called
+from grpo.faults import TaskError, called, shown
 from grpo.log import say
-from grpo.options.rewards.faults import shown
 
 MAX_RESULT_CHARS = 10_000  # the model reads so many characters of a result
 CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
@@ -36,18 +35,20 @@ KINDS = {"string": str, "integer": int, "number": int | float, "boolean": bool}
 KINDS |= {"array": list, "object": dict}
 
 
-def describe_tools(name, task):
-    """Sets TOOL_SCHEMAS of a task whose class Environment has TOOLS. TaskError if a tool can't be
-    described."""
+def schemas_of(name, task):
+    """Returns the schemas of TOOLS of a task's class Environment, None if it has none. TaskError if
+    a tool can't be described."""
     if hasattr(task, "TOOLS"):
         raise TaskError(name, "TOOLS", "stands outside class Environment", "move into that class")
+    if not hasattr(getattr(task, "Environment", None), "TOOLS"):
+        return None
     if hasattr(task.Environment, "reply"):
         must = "be left out: the TOOLS of the class answer each turn that calls them"
         raise TaskError(name, "Environment.reply()", "stands beside TOOLS", must)
     must = "be a list of methods of the class, or of their names, each with type hints and a"
     must += " docstring that explains its Args, and all plain or all async"
     find = lambda: described(task.Environment)
-    task.TOOL_SCHEMAS = called(name, "Environment.TOOLS", must, find, holds=bool)
+    return called(name, "Environment.TOOLS", must, find, holds=bool)
 
 
 def described(kind):
@@ -76,10 +77,9 @@ def calls_in(parse, turn):
     return CALL.findall(THOUGHTS.sub("", head + tag) + tail)  # a call in thoughts is none
 
 
-def unread_call(recipe, tokenizer):
-    """Returns a call as the chat template writes it, if it is not read; "" if it is, or if the
-    template writes no calls."""
-    name = recipe.task.TOOL_SCHEMAS[0]["function"]["name"]
+def show_unread_call(recipe, tokenizer):
+    """Prints a call as the chat template writes it, if it is not read."""
+    name = recipe.tools[0]["function"]["name"]
     call = {"type": "function", "function": {"name": name, "arguments": {}}}
     asked, told = {"role": "user", "content": "."}, {"role": "assistant", "content": ""}
     options = recipe.chat_options | {"tokenize": False}
@@ -87,27 +87,28 @@ def unread_call(recipe, tokenizer):
     try:
         before = render([asked], add_generation_prompt=True)
         whole = render([asked, told | {"tool_calls": [call]}])
-    except (jinja2.TemplateError, TypeError):
-        return ""
+    except (jinja2.TemplateError, TypeError):  # it writes no calls
+        return
     written = whole[len(os.path.commonprefix([before, whole])) :]
     for text, _ in calls_in(recipe.parse, written):
         with contextlib.suppress(ValueError, LookupError, TypeError):
             read.add(json.loads(text)["name"])
-    return written if name in written and name not in read else ""
+    if name in written and name not in read:
+        say(f"calls as the chat template writes them are not read ({written!r:.200}): {FORM}")
 
 
 class Tools:
     """The tools of one completion, which calls those that the model's turns name."""
 
-    def __init__(self, task, environment, parse=None):
-        schemas = {schema["function"]["name"]: schema for schema in task.TOOL_SCHEMAS}
+    def __init__(self, recipe, environment):
+        schemas = {schema["function"]["name"]: schema for schema in recipe.tools}
         # Of the class, as an attribute of the instance may have a method's name
         methods = {name: inspect.getattr_static(type(environment), name) for name in schemas}
         self.tools = {name: (m.__get__(environment), schemas[name]) for name, m in methods.items()}
-        self.task, self.parse, self.called = task, parse, {}
+        self.task, self.parse, self.called = recipe.task, recipe.parse, {}
         self.is_async = any(inspect.iscoroutinefunction(tool) for tool, _ in self.tools.values())
         self.reply = self.reply_async if self.is_async else self.reply_plain
-        self.left = getattr(task, "MAX_CALLS", -1)  # negative: any number
+        self.left = getattr(self.task, "MAX_CALLS", -1)  # negative: any number
         self.calls = self.failed = 0
 
     def reply_plain(self, turn):

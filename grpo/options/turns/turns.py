@@ -11,22 +11,19 @@ task's ids are not trained (docs/turns.md).
 
 import contextlib
 import itertools
-import json
-import re
 from dataclasses import dataclass, field
 
-import jinja2
-
-from grpo.calls import TaskError, TooSlow, answers, begin, environment_rewards, mistake, task_file
+from grpo.faults import SOONER, TaskError, TooSlow, mistake, task_file
 from grpo.log import say
 from grpo.models import stop_ids
-from grpo.options.rewards.faults import SOONER
+from grpo.options.turns.replies import bridge
 from grpo.options.turns.tools import Tools
+from grpo.rewards import answers, begin, environment_rewards
 from grpo.sample import Prompt, Question, Sample
+from grpo.task import opened_tag
 
 MUST = "return what follows the model's turn, a text or a message with role and content, or None"
 MAKE = "take a question and return an object with reply(turn), or with TOOLS"
-MARK = "\u2402"  # a placeholder for the model's turn, to find its end in the chat template
 
 
 @dataclass(eq=False)
@@ -34,7 +31,7 @@ class Conversation:
     """A completion of several turns while it grows."""
 
     question: Question
-    opening: str = ""  # what the chat template has written of the next turn (opening_of)
+    opening: str = ""  # what the prompt has written of the next turn
     ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     is_model_token: list[bool] = field(default_factory=list)
@@ -67,7 +64,7 @@ def stream_turns(
     rounds = itertools.count()
     while begun := list(itertools.islice(prompts, max_sequences // group_size)):
         groups = [
-            [Conversation(prompt.key, recipe.opening(prompt.ids)) for _ in range(group_size)]
+            [Conversation(prompt.key, prompt.key.opening) for _ in range(group_size)]
             for prompt in begun
         ]
         living, size = list(itertools.chain(*groups)), group_size
@@ -105,7 +102,7 @@ def going_on(policy, recipe, chats, limit):
             chat.truncated = len(chat.ids) + len(ids) >= limit
         if reply and not chat.truncated:
             chat.add(ids, [0.0] * len(ids), False, reply["content"])
-            chat.opening = recipe.opening(ids) if last in policy.eos_ids else ""
+            chat.opening = opened_tag(tokenizer, ids) if last in policy.eos_ids else ""
             living.append(chat)
     ended = [chat for chat in chats if chat not in living]
     reward(recipe, [chat for chat in ended if chat.truncated or chat in replies])
@@ -116,13 +113,13 @@ def going_on(policy, recipe, chats, limit):
 # --- Environments ---------------------------------------------------------------------
 def open_environments(recipe, chats):
     """Makes the environments of conversations that begin; an error leaves those that are made."""
-    kind, has_tools = getattr(recipe.task, "Environment", 0), hasattr(recipe.task, "TOOL_SCHEMAS")
-    holds = lambda made: has_tools or callable(getattr(made, "reply", None))
+    kind = getattr(recipe.task, "Environment", None)
+    holds = lambda made: recipe.tools or callable(getattr(made, "reply", None))
     make = lambda chat: (kind, chat.question.item)
     for chat in chats if kind else ():
         for made in ask(recipe, [chat], "Environment", make, MAKE, holds).values():
             chat.environment = made
-            chat.tools = Tools(recipe.task, made, recipe.parse) if has_tools else None
+            chat.tools = Tools(recipe, made) if recipe.tools else None
 
 
 def hear(recipe, chats):
@@ -200,58 +197,21 @@ def is_answer(got):
     return isinstance(got, str | None) or (message and all(isinstance(x, str) for x in message))
 
 
-# --- A reply's ids ---------------------------------------------------------------------
-def bridge(tokenizer, eos_ids, last, message, options):
-    """Returns the ids between two turns of the model, if the first turn ended with the id `last`.
-    No text in the reply (`message`, role and content) becomes a special token: it could end the
-    turn and forge another one. `options` are the chat template's. SystemExit if the template can't
-    contain the reply."""
-    plain = message["content"]
-    reply = without_specials(tokenizer, plain, eos_ids)
-    if last not in eos_ids or not tokenizer.chat_template:
-        return ids_in_pieces(tokenizer, reply)
-    turns = ("user", "."), ("assistant", MARK)
-    chat = [{"role": role, "content": text} for role, text in turns]
-    chat.append(message | {"content": reply})
-    options = {"add_generation_prompt": True, "tokenize": False} | options
-    try:
-        _, marked, after = tokenizer.apply_chat_template(chat, **options).partition(MARK)
-        reason = "it drops the model's turn or the reply"
-    except jinja2.TemplateError as error:
-        marked, after, reason = "", "", repr(error)
-    texts = reply, json.dumps(reply, ensure_ascii=False)  # Llama 3 writes a tool's result as JSON
-    if not marked or not any("".join(x.split()) in "".join(after.split()) for x in texts):
-        raise SystemExit(
-            f"the chat template of MODEL = {tokenizer.name_or_path!r} can't continue a chat with"
-            f" the reply {plain!r:.200} ({reason}): end the model's turns with STOP_STRINGS,"
-            " which need no template, or give its tokenizer another template"
-        )
-    # The model has already sampled the end of its turn or (GLM) the role of the next turn
-    return ids_in_pieces(tokenizer, after.removeprefix(tokenizer.decode([last])))
-
-
-CUT = "\ue000"  # a private character: text is tokenized in pieces, cut where it stands
-
-
-def without_specials(tokenizer, text, eos_ids=()):
-    """Returns the text with a CUT in each text of a special token, so that ids_in_pieces makes
-    plain ids of it. Special is also what the chat template writes (DeepSeek's roles)."""
-    template, added = str(tokenizer.chat_template), tokenizer.added_tokens_decoder.items()
-    written = lambda text: len(text) > 1 and text in template
-    texts = [str(x) for i, x in added if x.special or i in eos_ids or written(str(x))]
-    texts = sorted((x for x in texts if not x.isspace()), key=len, reverse=True)
-    text = text.replace(CUT, "\ufffd")
-    special = re.compile("|".join(map(re.escape, texts)) or "$^")
-    while found := special.search(text):  # again from the start: texts may overlap
-        at = found.start() + (len(found[0]) > 1)  # a single character is left out
-        text = text[:at] + CUT + text[found.start() + 1 :]
-    return text
-
-
-def ids_in_pieces(tokenizer, text):
-    """Returns the ids of a text, tokenized in pieces between CUTs."""
-    pieces = (tokenizer(piece, add_special_tokens=False) for piece in text.split(CUT))
-    return [token for piece in pieces for token in piece["input_ids"]]
+# --- Metrics ----------------------------------------------------------------------------
+def turn_metrics(samples):
+    """Returns means over completions of several turns: the number of the model's turns, whether the
+    task has replied at all, and the number of tokens that it added; and the share of calls of TOOLS
+    that failed."""
+    masks, number = [sample.is_model_token or [True] for sample in samples], max(len(samples), 1)
+    turns = [1 + sum(a < b for a, b in itertools.pairwise(mask)) for mask in masks]
+    heard = [mask.count(False) for mask in masks]
+    means = {"num_turns/mean": turns, "environment_tokens": heard}
+    means |= {"tools/call_share": list(map(bool, heard))}
+    means = {name: sum(values) / number for name, values in means.items()}
+    made, failed = map(sum, zip((0, 0), *(sample.tool_calls for sample in samples), strict=True))
+    if made:
+        means["tools/failure_frequency"] = failed / made
+    return means | {"num_turns/max": max(turns, default=0)}
 
 
 # --- Preview --------------------------------------------------------------------------

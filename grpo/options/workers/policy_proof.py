@@ -3,9 +3,8 @@
 import torch
 
 from grpo.forward import CompletionModel
-from grpo.logp_checks import NOISE, check_gap
 from grpo.options.weights import load_weights
-from grpo.policy import Policy
+from grpo.policy import NOISE, Policy, check_gap
 from grpo.reference import score_batch
 from grpo.sampler import sample_groups
 
@@ -41,6 +40,7 @@ def sample_proof(policy, recipe):
         eos_ids={-1},
         vocab_size=policy.vocab_size,
         generator=policy.generator(seed=0),
+        decoder=policy.decoder,
     )
     return prompt, completion.ids
 

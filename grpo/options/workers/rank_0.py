@@ -190,9 +190,9 @@ class Workers:
         return taken
 
     def metrics(self, groups, step):
-        """Returns the updates since the groups were sampled (mean and largest), and the number of
-        groups dropped so far."""
-        ages = [max(0, step - group.version) for group in groups]
+        """Returns the updates since the groups to train were sampled (mean and largest), and the
+        number of groups dropped so far."""
+        ages = [max(0, step - group.version) for group in groups if not group.skipped]
         mean, most = sum(ages) / max(len(ages), 1), max(ages, default=0)
         return {"staleness": mean, "staleness_max": most, "groups_dropped": self.dropped}
 

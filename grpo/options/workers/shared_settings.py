@@ -11,7 +11,7 @@ SHARED += " BASE_BITS RATIO_LEVEL"
 
 def settings_of(recipe):
     """Returns the settings, as JSON values, that the trainer publishes and workers compare."""
-    prompts = json.dumps([[index, ids] for index, _, ids in recipe.prompts]).encode()
+    prompts = json.dumps([[prompt.index, prompt.ids] for prompt in recipe.prompts]).encode()
     file = getattr(recipe.task, "__file__", None)
     code = Path(file).read_bytes() if file else b""  # its rewards
     settings = {name: getattr(recipe.c, name) for name in SHARED.split()} | {

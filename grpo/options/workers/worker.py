@@ -17,10 +17,10 @@ import safetensors.torch
 
 from grpo.client import CUT_OFF, Client, Wait, text_of
 from grpo.log import tell
-from grpo.logp_checks import NOISE
 from grpo.options.workers.policy_proof import SharedPolicy, check_proof
 from grpo.options.workers.shared_settings import check_settings, settings_of
-from grpo.policy import make_policy
+from grpo.policy import NOISE
+from grpo.prepare import make_policy
 from grpo.rollout import Order, sampled_and_rewarded, seed_of
 from grpo.wire import pack_group, sha256_of
 

@@ -10,7 +10,7 @@ import pytest
 from fakes import a_recipe, sampled
 from test_turns import Actor, prompts
 
-from grpo.calls import TaskError
+from grpo.faults import TaskError
 from grpo.options.turns.turns import stream_turns
 from grpo.sample import Prompt
 

@@ -11,12 +11,12 @@ import torch
 from fakes import a_recipe, one_reward, sampled
 from test_turns import Actor
 
-from grpo.calls import TaskError
+from grpo.faults import TaskError
 from grpo.models import prompt_ids
 from grpo.options.turns import tools as module
-from grpo.options.turns.counts import turn_metrics
-from grpo.options.turns.tools import Tools, describe_tools
-from grpo.options.turns.turns import bridge, play
+from grpo.options.turns.replies import bridge
+from grpo.options.turns.tools import Tools, schemas_of
+from grpo.options.turns.turns import play, turn_metrics
 from grpo.prepare import preview
 from grpo.sample import Question, Sample
 from grpo.task import load_task
@@ -70,9 +70,7 @@ def a_task(*tools, **names):
     own |= {"rewards": lambda item, turns: len(turns)}
     methods = {tool.__name__: staticmethod(tool) for tool in tools}
     kind = type("Environment", (NoState,), methods | {"TOOLS": list(methods)})
-    task = SimpleNamespace(Environment=kind, **own | names)
-    describe_tools("mine", task)
-    return task
+    return SimpleNamespace(Environment=kind, **own | names)
 
 
 class NoState:
@@ -85,7 +83,7 @@ class Completion:
 
     def __init__(self, task, item):
         self.environment = task.Environment(item)
-        self.tools = Tools(task, self.environment)
+        self.tools = Tools(one_reward(task), self.environment)
         self.reply, self.rewards = self.tools.reply, getattr(self.environment, "rewards", None)
 
 
@@ -323,11 +321,8 @@ class Account:
 def a_bank(*tools, base=Account, **names):
     tools = tools or ("deposit", "balance")
     own = {"messages": lambda item: [{"role": "user", "content": item["question"]}]}
-    task = SimpleNamespace(
-        Environment=type("Environment", (base,), {"TOOLS": tools}), **own, **names
-    )
-    describe_tools("mine", task)
-    return task
+    kind = type("Environment", (base,), {"TOOLS": tools})
+    return SimpleNamespace(Environment=kind, **own, **names)
 
 
 def pay(amount):
@@ -337,7 +332,7 @@ def pay(amount):
 def test_a_method_is_described_without_self_and_called_on_its_environment():
     for tools in (("deposit", "balance"), (Account.deposit, Account.balance)):
         task = a_bank(*tools)
-        described, _ = (schema["function"] for schema in task.TOOL_SCHEMAS)
+        described, _ = (schema["function"] for schema in schemas_of("mine", task))
         assert described["name"] == "deposit" and described["description"].startswith("Puts money")
         assert list(described["parameters"]["properties"]) == ["amount"]
         assert described["parameters"]["required"] == ["amount"]
@@ -411,7 +406,7 @@ def test_a_method_that_can_not_be_described_is_refused(tools, named):
     task = SimpleNamespace(Environment=type("Environment", (Account,), {"TOOLS": tools}))
     must = "it must be a list of methods of the class, or of their names, each with type hints"
     with pytest.raises(TaskError, match=rf"tasks/mine.py: Environment.TOOLS .*{named}.*: {must}"):
-        describe_tools("mine", task)
+        schemas_of("mine", task)
 
 
 def test_an_environment_with_tools_and_a_reply_is_refused():
@@ -419,7 +414,7 @@ def test_an_environment_with_tools_and_a_reply_is_refused():
     with pytest.raises(
         TaskError, match=r"Environment.reply\(\) stands beside TOOLS: it must be left"
     ):
-        a_bank(base=base)
+        schemas_of("mine", a_bank(base=base))
 
 
 # --- tasks/ledger.py ------------------------------------------------------------------
@@ -474,7 +469,7 @@ def reads_xml(tokenizer):
         pytest.skip("this transformers has no response templates")
     task = a_task(add, both)
     tokenizer.chat_template, tokenizer.response_template = XML, RESPONSE
-    return partial(tokenizer.parse_response, prefix="", tools=task.TOOL_SCHEMAS), task
+    return partial(tokenizer.parse_response, prefix="", tools=schemas_of("mine", task)), task
 
 
 @pytest.mark.parametrize("turn, told, name", [
@@ -488,7 +483,8 @@ def reads_xml(tokenizer):
 ])  # fmt: skip
 def test_calls_in_the_form_of_the_tokenizers_response_template(reads_xml, turn, told, name):
     parse, task = reads_xml
-    reply = Tools(task, task.Environment({}), parse).reply(turn)
+    recipe = replace(one_reward(task), parse=parse)
+    reply = Tools(recipe, task.Environment({})).reply(turn)
     assert reply is None if told is None else reply["content"].startswith(told)
     assert (reply or {}).get("name") == name
 
@@ -511,7 +507,7 @@ def test_the_preview_says_if_the_models_calls_are_not_read(
 def test_a_tools_message_reaches_the_chat_template_with_its_name(tokenizer):
     tokenizer.chat_template = QWEN.replace("+ m.content", "+ m.name + ': ' + m.content")
     task = a_task(add)
-    reply = Tools(task, task.Environment({})).reply(call())
+    reply = Completion(task, {}).reply(call())
     eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids = bridge(tokenizer, {eos}, eos, reply, {})
     assert "<tool_response>\nadd: 5\n</tool_response>" in tokenizer.decode(ids)

@@ -18,12 +18,13 @@ from fakes import a_recipe, a_run, one_reward, sampled, tiny_policy
 import evaluate
 import grpo_ref_split as trainer
 from grpo import metrics, report
-from grpo.calls import TaskError
 from grpo.chunked import linear_logps
+from grpo.faults import TaskError
 from grpo.forward import CompletionModel
 from grpo.models import prompt_ids
 from grpo.options.stop_strings import StopStrings
-from grpo.options.turns.turns import bridge, play, show_turns
+from grpo.options.turns.replies import bridge
+from grpo.options.turns.turns import play, show_turns
 from grpo.sample import Question, Sample
 from plot import show_samples
 from tasks import calculator, guess
@@ -347,7 +348,7 @@ def test_lengths_and_turns_that_are_logged(group, alone, tmp_path):
     assert found["completions/mean_length"] == sum(own) / 2 and found["tokens_sampled"] == sum(own)
     assert found["num_turns/mean"] == 1.5 and found["num_turns/max"] == 2
     assert found["tools/call_share"] == 0.5 and found["environment_tokens"] == heard / 2
-    recipe = replace(recipe, task=SimpleNamespace())
+    recipe = replace(recipe, turns=None)
     found = metrics.rollout_metrics(a_run(recipe), [group], 0)
     assert not any("turns" in name for name in found)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from fakes import PROMPTS, a_recipe, move, tiny_policy
 
-from grpo.logp_checks import NOISE
 from grpo.options.weights import load_weights, trained_weights
 from grpo.options.workers.policy_proof import check_proof, proof_of, sample_proof
+from grpo.policy import NOISE
 
 
 def text_of(policy):

@@ -19,10 +19,17 @@ def test_settings_are_the_same_after_a_journey_as_json():
     check_settings(other, mine)
 
 
+class Adds:
+    TOOLS = ("add",)
+
+    def add(self):
+        """Adds."""
+
+
 @pytest.mark.parametrize(("name", "change"), [
     ("TASK", {"TASK": "gsm8k"}),
     ("TEMPERATURE", {"TEMPERATURE": 0.9}), ("RATIO_LEVEL", {"RATIO_LEVEL": "sequence"}),
-    ("TOOLS", {"task": SimpleNamespace(TOOL_SCHEMAS=[{}])}),
+    ("TOOLS", {"task": SimpleNamespace(Environment=Adds)}),
     ("REWARD_WEIGHTS", {"REWARD_WEIGHTS": {"correctness": 1.0, "format": 1.0}}),
     ("hash of prompts", {"prompts": prompts_of([MIXED, MIXED])}),
     ("hash of prompts", {"prompts": [(0, {}, [5, 7])]}),  # another template, tokenizer or split

@@ -1,6 +1,5 @@
 """An update that fails a check leaves its samples, from which the cause can be read."""
 
-import functools
 import json
 import math
 import re
@@ -12,17 +11,18 @@ from fakes import a_recipe, move, sampled, tiny_policy
 from rank_threads import Ranks
 
 import grpo_ref_split as trainer
+from grpo.bad_step import skip_step
 from grpo.forward import CompletionModel
-from grpo.logp_checks import NOISE, check_gap, check_sampler
+from grpo.logp_checks import check_logps
 from grpo.metrics import TokenStats
-from grpo.options.training.evidence import skip_step
 from grpo.ranks import RunFailed
-from grpo.report import RunFolder, check_update, leaving_evidence
+from grpo.report import RunFolder
 from grpo.run import Progress
 from grpo.sample import Group, Sample, keep_logps
 
 CONSTANTS = {"GROUP_SIZE": 4, "MAX_COMPLETION_TOKENS": 48, "KL_BETA": 0}
 PROMPTS = [(i, {}, [5 + i, 6, 7, 8, 9, 10, 11, 12]) for i in range(16)]
+BAD = {"loss": 0.0, "sampler_k3": 1.0}
 TASK = SimpleNamespace(rewards=lambda item, text: {"correctness": len(text) % 3, "format": 1.0})
 
 
@@ -47,7 +47,9 @@ def updated(policy, samples, **constants):
 
 def a_run(policy, folder, **constants):
     c, progress = a_recipe(**CONSTANTS | constants).c, Progress("run", step=7)
-    return SimpleNamespace(c=c, policy=policy, folder=RunFolder(folder), progress=progress)
+    own = {"engine": SimpleNamespace(module=CompletionModel(policy.model)), "sampler": policy}
+    own["reference"] = SimpleNamespace(info={"model": "tiny", "dtype": "float32"})
+    return SimpleNamespace(c=c, policy=policy, folder=RunFolder(folder), progress=progress, **own)
 
 
 def evidence(folder):
@@ -55,10 +57,10 @@ def evidence(folder):
     return json.loads(path.read_text())
 
 
-def failed(run, samples, metrics, check):
+def failed(run, samples, metrics):
     """-> the text that a failing check's error has after its message."""
-    with pytest.raises(RunFailed) as failure, leaving_evidence(run, 1, samples, metrics):
-        check()
+    with pytest.raises(RunFailed) as failure:
+        check_logps(run, 1, samples, metrics)
     (note,) = failure.value.__cause__.__notes__
     return note
 
@@ -69,8 +71,7 @@ def test_the_error_names_the_file_which_has_both_sides_log_probs(tiny, alone, tm
     samples[2].logps[5] -= 4.0
     samples[0].is_model_token = [True] * (len(samples[0].ids) - 1) + [False]
     metrics = updated(policy, samples)
-    check = functools.partial(check_sampler, metrics, SimpleNamespace(noise=NOISE["float32"]))
-    note = failed(run, samples, metrics, check)
+    note = failed(run, samples, metrics)
     assert f"{tmp_path}/bad_step_000001.json" in note
     found = evidence(tmp_path)
     assert found["metrics"] == metrics and "trainer and sampler should" in found["why"]
@@ -90,7 +91,7 @@ def test_the_lines_in_the_docs_tell_the_cause(fault, tiny, alone, tmp_path, monk
     for sample in samples if fault == "moved" else []:
         sample.logps = [-1.0, *sample.logps[:-1]]
     run = a_run(policy, tmp_path / "runs/gsm8k")
-    failed(run, samples, updated(policy, samples), lambda: check_gap(1.0, 0.1, "they differ"))
+    failed(run, samples, updated(policy, samples))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/gsm8k/bad_step_000001.json").rename("runs/gsm8k/bad_step_000138.json")
     (code,) = re.findall(r"```python\n(.*?)```", TEXT["docs/troubleshooting.md"], re.DOTALL)
@@ -108,10 +109,8 @@ def test_a_reference_that_differs_ends_the_run(tiny, alone, tmp_path):
     updated(other, samples)
     for sample in samples:
         sample.ref_logps, sample.trainer_logps = sample.trainer_logps, None
-    run.reference, run.laps = SimpleNamespace(info={"model": "tiny", "dtype": "float32"}), []
-    metrics = updated(policy, samples, KL_BETA=0.1) | {"skipped": 0}
     with pytest.raises(RunFailed) as failure:
-        check_update(run, metrics, samples)
+        check_logps(run, 7, samples, updated(policy, samples, KL_BETA=0.1))
     found = evidence(tmp_path)
     assert "reference's weights differ" in str(failure.value.__cause__)
     assert found["step"] == 7 and not run.progress.checked
@@ -145,7 +144,7 @@ def test_steps_that_are_not_finite_are_kept_and_end_the_run_if_they_follow_each_
 def test_a_disk_that_is_full_does_not_hide_the_error(tiny, alone, tmp_path):
     run = a_run(tiny_policy(tiny), tmp_path)
     (tmp_path / "bad_step_000001.json").mkdir()
-    note = failed(run, [], {}, lambda: check_gap(1.0, 0.1, "they differ"))
+    note = failed(run, [], BAD)
     assert "can't be written" in note
 
 
@@ -160,7 +159,7 @@ def test_two_ranks_leave_one_file_with_the_log_probs_of_both(tiny, tmp_path, mon
             Group(i, None, [5], [sample], id=f"group {i}")
         for number in range(rank, 5, 2):
             samples[number].trainer_logps = [-1.0, -1.0 - number]
-        return failed(run, samples, {"loss": 0.0}, lambda: check_gap(1.0, 0.1, "they differ"))
+        return failed(run, samples, BAD)
 
     first, second = ranks.run(of_rank)
     found = evidence(tmp_path)

@@ -1,9 +1,9 @@
-"""The optimizer's step of a bfloat16 model, whose weights are rounded at random (rounding.py)."""
+"""The optimizer's step of a bfloat16 model, whose weights are rounded at random (bfloat16.py)."""
 
 import torch
 import torch.distributed as dist
 
-from grpo.options.training.rounding import blocks, rounded
+from grpo.bfloat16 import blocks, rounded
 from grpo.ranks import gathered
 
 COUNTED = 1 << 20  # weights of a rank that are compared before and after an update

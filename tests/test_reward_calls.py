@@ -6,8 +6,9 @@ import time
 import pytest
 from processes import python
 
-from grpo import calls
-from grpo.calls import TooSlow, timely
+from grpo import rewards
+from grpo.faults import TooSlow
+from grpo.rewards import timely
 
 
 def for_ever():
@@ -32,7 +33,7 @@ def test_what_takes_too_long_is_interrupted(busy):
 
 def test_an_alarm_that_is_lost_rings_again(monkeypatch):
     """Python prints and drops what is raised in a __del__, or in a hook of fork()."""
-    monkeypatch.setattr(calls, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(rewards, "GRACE_SECONDS", 0.2)
 
     class Deaf:
         def __del__(self):
@@ -76,10 +77,10 @@ def test_an_alarm_that_rings_as_the_block_ends_leaves_no_timer(monkeypatch):
 def test_c_code_that_computes_for_ever_is_named_and_ends_the_process():
     """It keeps the interpreter, so that no code of Python runs again."""
     program = """
-from grpo import calls
-calls.os.cpu_count = lambda: 1
-calls.GRACE_SECONDS = 0.4
-with calls.timely(0.1, "this"):
+from grpo import rewards
+rewards.os.cpu_count = lambda: 1
+rewards.GRACE_SECONDS = 0.4
+with rewards.timely(0.1, "this"):
     max(range(10**11))
 """
     run = python("-c", program)
@@ -89,9 +90,9 @@ with calls.timely(0.1, "this"):
 def test_many_threads_may_compute_until_the_limit():
     program = """
 import time, torch
-from grpo import calls
-calls.GRACE_SECONDS, end, a = 0, time.monotonic() + 3, torch.ones(1000, 1000)
-with calls.timely(4, "this"):
+from grpo import rewards
+rewards.GRACE_SECONDS, end, a = 0, time.monotonic() + 3, torch.ones(1000, 1000)
+with rewards.timely(4, "this"):
     while time.monotonic() < end:
         a @ a
 """

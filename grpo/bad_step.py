@@ -1,4 +1,6 @@
-"""An update that failed a check: its samples and their log-probs, in RUN_DIR/bad_step_000138.json.
+"""A step that went wrong: why nothing was trained, and what a bad update leaves.
+
+An update that fails a check leaves its samples and their log-probs in RUN_DIR/bad_step_000138.json:
 
     {"step", "why", "metrics": {name: number},
      "samples": [a Sample as a dict, ...]}  # "logps", "ref_logps", "trainer_logps": per id
@@ -12,6 +14,42 @@ import torch.distributed as dist
 
 from grpo.log import say
 from grpo.ranks import RunFailed, gathered
+from grpo.rewards import functions_of
+
+
+def log_bad_step(run, groups, samples, metrics):
+    """Collective: logs why a step has trained nothing: it had no samples, or its update was
+    skipped. `groups` are those that were not skipped, `metrics` the rollout's and the update's."""
+    if samples:
+        skip_step(run, samples, metrics)  # collective
+    else:
+        log_idle(run, metrics, groups)
+
+
+def log_idle(run, metrics, groups):
+    """Logs which constants and numbers are the reason."""
+    p, recipe, c = run.progress, run.recipe, run.c
+    cut = f"{metrics['completions/clipped_ratio']:.0%} of the completions were truncated"
+    kept = f"{len(groups)} of {metrics['groups_sampled']} groups were kept"
+    names = "accuracy", "reward", "frac_reward_zero_std"
+    found = ", ".join(f"{name} {metrics[name]:.2f}" for name in names if name in metrics)
+    why = (
+        f"{kept} (SKIP_FLAT_GROUPS = {c.SKIP_FLAT_GROUPS}, OUTCOME = {recipe.outcome!r}:"
+        f" {found}), and {cut} (MASK_TRUNCATED = {c.MASK_TRUNCATED}, MAX_COMPLETION_TOKENS ="
+        f" {c.MAX_COMPLETION_TOKENS})"
+    )
+    if c.MASK_TRUNCATED and (groups or metrics["completions/clipped_ratio"] == 1):  # all of them
+        why += "; raise that limit, or train on them: MASK_TRUNCATED = False"
+    if metrics.get("tools/call_share") == 0:
+        why += "; reply() never returned a text: does the model make no call"
+        why += ", or is STOP_STRINGS wrong?" if c.STOP_STRINGS else "?"
+    if metrics.get("rewards/none") == 1:
+        why = (
+            f"no completion had a reward: {' and '.join(functions_of(recipe.task))} returned"
+            " None for all of them, or took too long; is a service that the task asks down?"
+        )
+    p.idle_reason = why
+    say(f"step {p.step} trains nothing ({p.idle} in a row): {why}")
 
 
 def per_id(sample):

@@ -9,10 +9,10 @@ from processes import QUICK, command_of, launch, learned
 from rank_threads import Ranks
 from safetensors.torch import load_file
 
+from grpo import bfloat16
+from grpo.bfloat16 import BLOCK, noise, rounded
+from grpo.bfloat16_step import round_masters
 from grpo.engine import load_states
-from grpo.options.training import rounding
-from grpo.options.training.rounded_step import round_masters
-from grpo.options.training.rounding import BLOCK, noise, rounded
 
 
 @pytest.mark.parametrize("below", [1.0, 0.1103515625, -3.0, 2.0**-20, -1e-30])
@@ -71,7 +71,7 @@ def bits_of(world, masters, monkeypatch):
 
 def test_any_number_of_ranks_gives_the_same_bits(monkeypatch):
     """Each weight's depends on its place among all, not on how they are cut."""
-    monkeypatch.setattr(rounding, "BLOCK", 1000)
+    monkeypatch.setattr(bfloat16, "BLOCK", 1000)
     masters = torch.randn(12_000, generator=torch.Generator().manual_seed(0))
     one = bits_of(1, masters, monkeypatch)
     assert not one.equal(masters.bfloat16().view(torch.int16))

@@ -7,9 +7,9 @@ import torch
 from fakes import tiny_policy
 from families import PROMPTS
 
+from grpo.bfloat16 import ConvertedHead, give_float32_head
 from grpo.forward import CompletionModel, has_plain_head
 from grpo.options.plain_decoder import PlainDecoder
-from grpo.options.sampling.float32_head import ConvertedHead, give_float32_head
 from grpo.sample import Prompt
 from grpo.sampler import CachedDecoder
 

@@ -1,29 +1,40 @@
-"""bfloat16 weights: each float32 master weight is rounded up or down at random, not to the nearest.
+"""bfloat16 models: weights are rounded at random, and the sampler's logits are float32.
 
-Why. Adam moves a master weight by about LEARNING_RATE in an update. bfloat16 numbers have 8
+Weights. Adam moves a master weight by about LEARNING_RATE in an update. bfloat16 numbers have 8
 significant bits: near 0.1 they are 5e-4 apart. MODEL's weights are such numbers, so an update of
 1e-6 leaves the nearest one where it was, and so do hundreds more in the same direction. The policy
 hardly moves, and no check notices, because sampler, trainer and workers share its weights.
 
-Here a master w between the neighbors a < b becomes b with the probability (w - a) / (b - a), so
-that its mean is w (stochastic rounding, 1502.02551; of bfloat16 weights: 2010.06192). An update of
+So a float32 master w between the neighbors a < b becomes b with the probability (w - a) / (b - a),
+and its mean is w (stochastic rounding, 1502.02551; of bfloat16 weights: 2010.06192). An update of
 1e-6 then changes 1% of the weights, which together move as far as the masters; rounded to the
 nearest they move 0.5% of that (experiments/rounding.py moved, SmolLM2-135M).
 
 Deviation: a weight's random number does not change from step to step. It is a hash of SEED and of
 the weight's place in the row of all trained weights. So a weight changes only when its master has
 passed its threshold, and the policy that the next update sees has no fresh noise. A run that
-resumes gives its model the same bits. MODEL itself does not change, as its
-weights need no rounding.
+resumes gives its model the same bits. MODEL itself does not change, as its weights need no
+rounding.
+
+Logits. A logit of 20 is off by up to 0.06 if it is rounded to bfloat16, and with it the log-prob
+that is trained. Once a policy is sure of its answers, that looks like a sampler at 1.04 times the
+temperature, and check_sampler ends the run (seen with SmolLM2-135M). The loss and the reference
+compute float32 logits from the hidden states, too (grpo/chunked.py).
 """
 
-import torch
+import functools
 
+import torch
+from torch.nn.functional import linear
+
+from grpo.devices import is_nvidia
+from grpo.forward import has_plain_head
 from grpo.rollout import seed_of
 
 BLOCK = 1 << 20  # weights that are rounded at once; the hash counts places within a block
 
 
+# --- Rounded at random ----------------------------------------------------------------
 def blocks(place, size):
     """Yields (first, end) of parts of `size` weights that do not cross a block's border; the first
     weight has this place.
@@ -75,3 +86,41 @@ def noise(place, count, seed, device):
         x ^= x >> shift
         x *= factor
     return (x >> 16).bitwise_and_(0xFFFF)
+
+
+# --- The sampler's logits --------------------------------------------------------------
+def give_float32_head(model):
+    """Makes the model's logits float32 if they are a plain product of its head. Other models train
+    on these logits, and torch has no gradient of the product on a GPU."""
+    head = model.get_output_embeddings()
+    if has_plain_head(model):
+        head.forward = functools.partial(float32_logits, head)
+
+
+def float32_logits(head, hidden):
+    """Returns logits (..., V') in float32. On NVIDIA's GPUs this is one product; elsewhere torch
+    has no such product, and converts the factors."""
+    if is_nvidia(hidden.device):
+        rows = hidden.flatten(0, -2)[None]
+        return torch.bmm(rows, head.weight.T[None], torch.float32).view(*hidden.shape[:-1], -1)
+    weight = getattr(head, "float32_weight", None)
+    weight = head.weight.float() if weight is None else weight
+    return linear(hidden.float(), weight)
+
+
+class ConvertedHead:
+    """Inside `with`, float32_logits finds the head's weight converted, once for many tokens. The
+    weights must not change while the object is used."""
+
+    def __init__(self, model):
+        self.head = model.get_output_embeddings()
+        needed = "forward" in getattr(self.head, "__dict__", ()) and not is_nvidia(model.device)
+        self.weight = self.head.weight.detach().float() if needed else None
+
+    def __enter__(self):
+        if self.head is not None:
+            self.head.float32_weight = self.weight
+
+    def __exit__(self, *_):
+        if self.head is not None:
+            del self.head.float32_weight

@@ -7,8 +7,8 @@ import sys
 import pytest
 from fakes import a_recipe
 
-from grpo import calls
-from grpo.calls import TaskError
+from grpo import rewards
+from grpo.faults import TaskError
 from grpo.prepare import gold_of
 from grpo.rewards import reward_texts
 from grpo.stop import stop
@@ -99,7 +99,7 @@ def test_partial_async_functions_and_async_group_rewards_are_awaited(recipe):
 
 
 def test_async_code_that_blocks_the_loop_is_too_slow(recipe, monkeypatch):
-    monkeypatch.setattr(calls, "GRACE_SECONDS", 0)
+    monkeypatch.setattr(rewards, "GRACE_SECONDS", 0)
     task = recipe("import time\nasync def rewards(item, text): time.sleep(1)")
     task = task.others(REWARD_TIMEOUT_SECONDS=0.1)
     assert repr(rewarded(task)) == repr([{"reward": math.nan}] * 2)
