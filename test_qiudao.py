@@ -6,8 +6,8 @@
 For readers of docs/learn.md who know PyTorch's autograd and want to check the page with a pencil.
 Each lesson ends with what it means for a run. A line of numbers reads `what: by hand = value`: the
 value that torch and grpo/loss.py computed has been compared with the derivation by hand. Most
-lessons share one policy. It draws one of three tokens with probabilities p = (1/2, 1/4, 1/4), for
-rewards R = (1, 2, 0). [o = j] is 1 if o is j, otherwise 0; d is the gradient by the logits.
+lessons share one policy. It draws a token with probabilities p = (1/2, 1/4, 1/4), for the rewards
+R = (1, 2, 0). [o = j] is 1 if o is j, else 0; d is the gradient with respect to the logits.
 ---
 求导：GRPO 训练时 autograd 究竟看到了什么，共十一课。
 
@@ -94,7 +94,7 @@ def test_2_a_one_that_has_a_gradient():
     2. exp(logp - logp.detach()) 恒等于 1，梯度却是 logp 的梯度。
     `detach` 保留数值、切断反向传播：x * x 的斜率是 2x，而 x * x.detach() 只有 x。
     同理，exp(logp - c) 的梯度是 exp(logp - c) = 1 乘以 logp 的梯度；再乘以优势 A，就是第 1 课。
-    首次更新没有 old_logps，policy_loss 自己用 logp.detach()。少了它，概率比仍是 1，
+    首次更新没有 old_logps，policy_loss 自己用 logp.detach()。少了 detach，概率比仍是 1，
     却没有梯度；而 IS_CAP 的因子 exp(old_logp - sampler_logp) 会恰好补上这个梯度。
     训练时：IS_CAP = 0 时，漏写 detach 会使 grad_norm 为 0；默认的 2.0 会掩盖它。"""
     x = torch.tensor(3.0, requires_grad=True)
@@ -233,8 +233,8 @@ def test_7_clipping_stops_what_has_gone_far_enough():
     """7. Clipping stops a token that has moved far enough in the direction of A, and no other.
     The objective is min(r A, clip(r, 0.8, 1.28) A), with DAPO's CLIP_HIGH. Where clip(r) A is
     smaller it is a constant, of gradient 0: above 1 + CLIP_HIGH if A > 0, below 1 - CLIP_LOW if
-    A < 0. At the other two ends the slope by logp stays r A, as d r = r d logp: smaller for a good
-    token that became rarer, larger, without bound, for a bad one that became likelier.
+    A < 0. At the other two ends the slope with respect to logp is still r A, as d r = r d logp:
+    smaller for a good token that became rarer, larger, without bound, for a bad one, likelier now.
     In a run: by default r is 1 and nothing is clipped; a second update or workers change that.
     ---
     7. 裁剪只对沿 A 的方向已经走得够远的 token 停止推动，别的照推。
@@ -363,7 +363,7 @@ def test_11_train_every_token_that_was_drawn():
     """11. Train every token that was drawn, EOS too, or nothing rewards stopping.
     A baseline is free because E[d log p] = 0, a mean over all that is drawn. A policy writes a word
     w or EOS, 1/2 each, two tokens at most: "EOS" (probability 1/2), "w EOS" (1/4) or "w w" (1/4).
-    R = 1, 1, 0, as "w w" is truncated. The slope of logp by EOS's logit is 1/2 at EOS, -1/2 at w.
+    R = 1, 1, 0, as "w w" is truncated. An EOS pushes its own logit by A/2, a w pushes it by -A/2.
     The mask `ids != pad` drops EOS if pad is EOS. With b = 0 the policy then unlearns to stop; with
     b = 3/4, the mean of R, it still learns it, but only because "w w" is pushed down.
     In a run: MASK_TRUNCATED = True drops "w w", and with it three quarters of the push to stop.
@@ -371,7 +371,7 @@ def test_11_train_every_token_that_was_drawn():
     11. 采到的 token 一个也不能漏，EOS 也要训练，否则“停下来”得不到奖励。
     基线无偏，靠的是 E[d log p] = 0：对采到的一切取平均。设策略以 1/2 的概率写词 w 或 EOS，
     最多两个 token："EOS"（概率 1/2）、"w EOS"（1/4）、"w w"（1/4，被截断）；R = 1、1、0。
-    logp 对 EOS 的 logit 的斜率：在 EOS 处为 1/2，在 w 处为 -1/2。pad 就是 EOS 时，
+    一个 EOS 对 EOS 的 logit 的推力是 A/2，一个 w 则是 -A/2。pad 就是 EOS 时，
     掩码 `ids != pad` 会丢掉 EOS：b = 0 时，策略越学越停不下来；
     b 取 R 的均值 3/4 时仍会学着停，但只是因为 "w w" 被压低。
     训练时：MASK_TRUNCATED = True 丢掉 "w w"，对“停下来”的推力只剩四分之一。"""
