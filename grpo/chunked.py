@@ -22,7 +22,7 @@ The derivation. For a token with logits z = W h, temperature tau and sampled id 
     entropy = log sum_v exp(z_v / tau) - sum_v p_v z_v / tau
 
 The objective is in no line of this file: autograd computes the slopes from policy_loss, and brings
-them to the backward pass. test_qiudao.py works an example by hand (lesson 10). grpo_loss_triton.py
+them to the backward pass. test_qiudao.py works d logp out by hand (lesson 1). grpo_loss_triton.py
 has kernels in the place of torch_forward and torch_backward.
 """
 

@@ -209,14 +209,18 @@ def test_no_product_is_made_for_what_is_frozen(engine, trained):
 
 
 def test_the_logits_never_exist_at_once(monkeypatch):
-    """A chunk, here of two of the slabs that a CPU takes at once, is the largest tensor made."""
+    """A chunk, here of two of the slabs that a CPU takes at once, is the largest tensor made. For
+    the backward pass autograd keeps the arguments and two numbers a token, but no logits."""
     monkeypatch.setattr(chunked, "CHUNK_BYTES", 1)
-    tensors, largest = make(512, width=16_384, hidden=4), []
-    for module in (chunked, plain):
-        with Recorder() as recorder:
+    tensors, largest, kept = make(512, width=16_384, hidden=4), [], {}
+    for module in (plain, chunked):
+        kept.clear()
+        keep = lambda tensor: kept.update({tensor.data_ptr(): tensor.numel()}) or tensor
+        with Recorder() as recorder, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             run(module, *tensors)
         largest.append(recorder.largest)
-    assert largest == [128 * 16_384, 512 * 16_384]
+    assert largest == [512 * 16_384, 128 * 16_384]
+    assert sum(kept.values()) == sum(tensor.numel() for tensor in tensors[:3]) + 2 * 512
 
 
 @pytest.mark.parametrize("backward", [False, True])
