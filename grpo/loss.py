@@ -152,7 +152,7 @@ def policy_loss(
     else:
         raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}")
     if is_cap:
-        gain = gain * torch.exp(old_logps - sampler_logps).clamp(max=is_cap)
+        gain = gain * (old_logps - sampler_logps).detach().exp().clamp(max=is_cap)
     kl = k1 = torch.zeros_like(logps)
     if kl_beta:
         d = ref_logps.detach() - logps
