@@ -71,7 +71,7 @@ def test_every_file_that_is_named_exists(page):
 
 OTHERS = {"GRPO_TOKEN", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
 OTHERS |= {"OMP_NUM_THREADS", "MINUTES", "GPU_PYTHON", "FOLDER"}  # of make
-OTHERS |= {"REWARDS"}  # of docs/learn.py
+OTHERS |= {"REWARDS"}  # of experiments/learn.py
 OTHERS |= {"VARIANTS", "KINDS", "SHARED", "CHOOSE"}  # of CONTRIBUTING.md
 OTHERS |= {"TOOLS", "MAX_CALLS", "MAX_RESULT_CHARS"}  # of tasks
 OTHERS |= {"NCCL_DEBUG", "NCCL_", "INFO", "NAME", "PYTHON", "POST"}

@@ -1,4 +1,4 @@
-"""docs/learn.md: its numbers are what docs/learn.py prints, its curves what the loss computes."""
+"""docs/learn.md: its numbers are what experiments/learn.py prints, its curves those of the loss."""
 
 import contextlib
 import io
@@ -10,7 +10,7 @@ import torch
 from documents import ROOT, TEXT
 
 import grpo_ref_split as trainer
-from docs import learn, learn_pictures
+from experiments import learn, learn_pictures
 from grpo.checks import trainer_constants
 from grpo.constants import read_words
 from grpo.loss import group_advantages, policy_loss, token_weights

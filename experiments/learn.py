@@ -1,7 +1,7 @@
 """The numbers of docs/learn.md: one group of GRPO, from its question to what it has changed.
 
-    .venv/bin/python -m docs.learn      # a few seconds, no GPU
-    .venv/bin/python -m docs.learn REWARDS="1 1 0 0" UPDATES=6      # or ADVANTAGE_STD=False
+    .venv/bin/python -m experiments.learn      # a few seconds, no GPU
+    .venv/bin/python -m experiments.learn REWARDS="1 1 0 0" UPDATES=6      # or ADVANTAGE_STD=False
 
 A tiny model answers one question, four times; the project's functions do the rest: sampler,
 advantages, token weights, log-probs, loss. tests/test_learn.py compares the page with the output.
@@ -274,7 +274,7 @@ def chapter(title, show, *given):
 
 
 def main(**given):
-    c = constants.checked("docs/learn.py", DEFAULTS, given, KINDS, [])
+    c = constants.checked("experiments/learn.py", DEFAULTS, given, KINDS, [])
     policy = _, tokenizer, prompt = start()
     completions = sample(*policy)
     right = [is_right(tokenizer.decode(c.ids[:-1])) for c in completions]
