@@ -183,7 +183,7 @@ def check_update(run, metrics, samples):
         more = ": MICRO_BATCH_TOKENS may be raised" if peak < room / 2 else ""
         say(f"the start and the first step took {peak:.0f} of {room:.0f} GB{more}")
     if len(run.laps) == 1 and 2 * run.laps[0].get("seconds_reward", 0) > run.laps[0]["seconds"]:
-        say("rewards took most of the first step: see `async def rewards` in CONTRIBUTING.md")
+        say("rewards took most of the first step: see `async def rewards` in docs/tasks.md")
     if metrics["skipped"]:
         from grpo.options.training.evidence import skip_step
 
