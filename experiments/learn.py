@@ -33,7 +33,6 @@ ADAM_BETAS = (0.9, 0.99)
 MAX_GRAD_NORM = 1.0
 MAX_COMPLETION_TOKENS = 8
 LEARNING_RATE = 1e-4
-SIZE = 7.6  # billion parameters: Qwen2.5-7B
 FOUR = 'None, or four numbers: "1 1 0 0"', lambda r: re.fullmatch(r"None|(-?[\d.]+ ?){4}", str(r))
 # Of a command. REWARDS are the group's, such as "1 1 0 0"; None: is_right's
 DEFAULTS = {"UPDATES": 3, "ADVANTAGE_STD": True, "REWARDS": None}
@@ -232,39 +231,12 @@ def show_weights(lengths, weights):
         print(f"{name:<10}{shown}    " + "  ".join(f"{x:.2f}" for x in values * lengths))
 
 
-def show_prompt_push(prompt, lengths, advantages):
-    """What a token of the prompt, which all completions share, would be pushed by in sum."""
-    for name in ("grpo", "dapo"):
-        pushed = (weights_of(lengths + len(prompt), name) * advantages).sum().item()
-        print(f"{name}: sum of w A over the group {exact(pushed):+.4f}")
-
-
-def show_baselines(rewards):
-    others = (rewards.sum() - rewards) / (len(rewards) - 1)
-    for name, values in {
-        "no baseline (REINFORCE)": rewards,
-        "group's mean, over std (GRPO)": group_advantages(rewards, scale_by_std=True),
-        "group's mean (Dr. GRPO)": group_advantages(rewards, scale_by_std=False),
-        "mean of the others (RLOO)": rewards - others,
-    }.items():
-        print(f"{name:<32}" + "".join(f"{a:>9.4f}" for a in values.tolist()))
-
-
 def show_mixed():
     """A group is mixed unless all are right, p^G, or all wrong, (1 - p)^G."""
-    shares, sizes = (0.01, 0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99), (4, 8, 16, 64)
+    shares, sizes = (0.01, 0.05, 0.1, 0.3, 0.5), (4, 8, 16, 64)
     print("accuracy" + "".join(f"{f'G = {size}':>9}" for size in sizes))
     for p in shares:
         print(f"{p:<8}" + "".join(f"{1 - p**n - (1 - p) ** n:>9.2f}" for n in sizes))
-
-
-def show_critic():
-    """FLOPs: 2 forward and 4 backward (Kaplan et al., 2001.08361, sec. 2.1)."""
-    print("bytes a parameter: weights 2, gradients 4, master weights 4, Adam 8: 18")
-    print(f"  x {SIZE} billion = {18 * SIZE:.0f} GB more for a critic of the policy's size;")
-    print(f"  with ZeRO-2 on 8 GPUs 2 + 16 / 8 = 4 bytes: {4 * SIZE:.0f} GB more on each")
-    print("FLOPs a token and parameter: sampling 2, reference 2, training 6: 10;")
-    print(f"  with a critic its values, 2, and its training, 6: 18, {18 / 10:.1f} times as many")
 
 
 def chapter(title, show, *given):
@@ -290,11 +262,8 @@ def main(**given):
     chapter("all answers", show_answers, before, answer_probs(*policy))
     chapter("the KL there", show_kl, logps[-1], logps[0])
     chapter("temperature", show_temperature, tokenizer, logps[-1])
-    chapter("prompt tokens", show_prompt_push, prompt, lengths, advantages)
     chapter("token weights", show_weights, lengths, weights)
-    chapter("baselines", show_baselines, rewards)
     chapter("mixed groups", show_mixed)
-    chapter("a critic", show_critic)
 
 
 if __name__ == "__main__":
