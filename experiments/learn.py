@@ -152,8 +152,7 @@ def exact(value):
 
 # --- The page's tables ------------------------------------------------------------------
 def show_group(tokenizer, prompt, completions, rewards, advantages, weights):
-    print(f"question {QUESTION}   right answer {ANSWER}   prompt, P = {len(prompt)} ids:")
-    print(*prompt)
+    print(f"question {QUESTION}   right answer {ANSWER}   prompt, P = {len(prompt)} ids")
     heads = f"{'T':>3}{'reward':>8}{'advantage':>11}{'weight':>9}{'w A':>9}"
     print(f"\n{'completion':<12}{'ids':<22}{heads}")
     for c, reward, a, w in zip(completions, rewards, advantages, weights, strict=True):
