@@ -214,15 +214,6 @@ def show_temperature(tokenizer, logps):
         print(f"{tokenizer.decode([i]):<8}{one:>8.4f}{other:>11.4f}{other - one:>+13.4f}")
 
 
-def show_retokenised(model, tokenizer, prompt):
-    text = " more"
-    letters = [i for letter in text for i in tokenizer(letter)["input_ids"]]
-    whole = tokenizer(tokenizer.decode(letters))["input_ids"]
-    for name, ids in {"drawn": letters, "its text, tokenized": whole}.items():
-        logp = logp_of(model, tokenizer, prompt, ids)
-        print(f"{name:<22}{ids!s:<28}{tokenizer.decode(ids)!r}   log-prob {logp:8.2f}")
-
-
 def show_weights(lengths, weights):
     print(f"{'T':<10}" + "".join(f"{n:>9}" for n in lengths.tolist()) + "    w x T")
     for name, values in weights.items():
@@ -254,7 +245,6 @@ def main(**given):
     lengths = torch.tensor([len(c.ids) for c in completions])
     w = (weights := {name: weights_of(lengths, name) for name in LOSS_TYPES})["grpo"]
     chapter("a group", show_group, tokenizer, prompt, completions, rewards, advantages, w)
-    chapter("re-tokenized", show_retokenised, *policy)
     before = answer_probs(*policy)
     columns, logps = train(*policy, completions, advantages, w, c.UPDATES)
     chapter("a token", show_token, tokenizer, completions[0].ids, columns, advantages[0], w[0])

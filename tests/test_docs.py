@@ -49,7 +49,7 @@ def test_the_readme_is_short_and_so_are_the_pages():
     assert len(TEXT["README.md"].splitlines()) <= 110
     words = {page: len(text.split()) for page, text in TEXT.items()}
     assert len(prose(TEXT["README.md"]).split()) <= 800
-    assert sum(n for page, n in words.items() if re.match(r"docs/\w+\.md", page)) <= 17_100
+    assert sum(n for page, n in words.items() if re.match(r"docs/\w+\.md", page)) <= 12_000
 
 
 WRITTEN = {"metrics.jsonl", "samples.jsonl", "bad_step_*.json", "curves.png"}  # by runs
@@ -69,7 +69,7 @@ def test_every_file_that_is_named_exists(page):
         assert found or word in WRITTEN or word.startswith("../"), word
 
 
-OTHERS = {"GRPO_TOKEN", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+OTHERS = {"GRPO_TOKEN"}
 OTHERS |= {"OMP_NUM_THREADS", "MINUTES", "GPU_PYTHON", "FOLDER"}  # of make
 OTHERS |= {"REWARDS"}  # of experiments/learn.py
 OTHERS |= {"VARIANTS", "KINDS", "SHARED", "CHOOSE"}  # of CONTRIBUTING.md
