@@ -47,8 +47,8 @@ vllm-test: .venv/vllm-ready
 pictures: .venv/ready
 	for seed in 0 1 2 3 4; do .venv/bin/python demo.py $$seed RUN_DIR=runs/demo_$$seed || exit 1; done
 	.venv/bin/python demo.py 0 shuffled RUN_DIR=runs/demo_shuffled
-	.venv/bin/python -m docs.picture runs/demo_? runs/demo_shuffled
-	.venv/bin/python -m docs.learn_pictures
+	.venv/bin/python -m experiments.picture runs/demo_? runs/demo_shuffled
+	.venv/bin/python -m experiments.learn_pictures
 
 # the tables of docs/performance.md, with TRL in a separate venv: 19 minutes
 bench: .venv/real-ready .venv-peers/ready

@@ -7,7 +7,7 @@ A server scores from `ask` on, while the rank samples the next groups. Without a
 = None) each rank scores its groups with MODEL itself in `fill`. With LORA_RANK, MODEL is the
 policy's model without its adapters, which takes no memory; otherwise it is a frozen copy.
 
-The reference may be another model with the same tokenizer, a teacher (docs/teacher.md): REFERENCE
+The reference may be another model with the same tokenizer, a teacher (docs/loss.md): REFERENCE
 here, or another MODEL at the server.
 """
 

@@ -55,7 +55,7 @@ def naming_run_dir(folder):
 
 
 class RunFolder:
-    """RUN_DIR's metrics.jsonl and samples.jsonl; checkpoint.py and evidence.py write there too."""
+    """RUN_DIR's metrics.jsonl and samples.jsonl; checkpoint.py and bad_step.py write there too."""
 
     def __init__(self, path, reporters=()):
         self.path, self.reporters = Path(path), reporters
@@ -163,7 +163,7 @@ def give_hints(metrics):
         more = ": MICRO_BATCH_TOKENS may be raised" if peak < room / 2 else ""
         say(f"the start and the first step took {peak:.0f} of {room:.0f} GB{more}")
     if 2 * metrics.get("seconds_reward", 0) > metrics["seconds"]:
-        say("rewards took most of the first step: see `async def rewards` in CONTRIBUTING.md")
+        say("rewards took most of the first step: see `async def rewards` in docs/tasks.md")
 
 
 def report_end(run, asked):

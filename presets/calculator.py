@@ -1,4 +1,4 @@
-"""A tiny model learns to call a calculator, on a CPU (docs/turns.md; make demo-tools runs both).
+"""A tiny model learns to call a calculator, on a CPU (docs/tasks.md; make demo-tools runs both).
 
 python -m tasks calculator presets/calculator.py OUT=runs/demo_tools/tiny_calculator
 python grpo_ref_split.py presets/demo.py presets/calculator.py MODEL=runs/demo_tools/tiny_calculator

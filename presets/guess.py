@@ -1,4 +1,4 @@
-"""A tiny model learns a game of three turns on a CPU (docs/turns.md; make demo-tools runs both).
+"""A tiny model learns a game of three turns on a CPU (docs/tasks.md; make demo-tools runs both).
 
 python -m tasks guess presets/guess.py OUT=runs/demo_tools/tiny_guess
 python grpo_ref_split.py presets/demo.py presets/guess.py MODEL=runs/demo_tools/tiny_guess

@@ -5,7 +5,7 @@
 
 Computed, not run: of its GPU's 47.7 GB the trainer needs 35.2 GB; the server needs
 18.5 GB of the other GPU.
-To learn from the teacher alone, set REWARD_WEIGHTS = {} and KL_BETA = 1 (docs/teacher.md).
+To learn from the teacher alone, set REWARD_WEIGHTS = {} and KL_BETA = 1 (docs/loss.md).
 """
 
 MODEL = "Qwen/Qwen2.5-1.5B"  # the student; the teacher must have the same tokenizer

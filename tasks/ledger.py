@@ -1,4 +1,4 @@
-"""An account whose balance only its tools know: methods of class Environment (docs/turns.md).
+"""An account whose balance only its tools know: methods of class Environment (docs/tasks.md).
 
     python -m tasks ledger OUT=runs/ledger    # makes a tiny model, and prints how to train it
 

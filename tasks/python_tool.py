@@ -1,4 +1,4 @@
-"""Products that a model cannot compute in its head, with Python as a tool (docs/turns.md).
+"""Products that a model cannot compute in its head, with Python as a tool (docs/tasks.md).
 
     python grpo_ref_split.py MODEL=Qwen/Qwen2.5-1.5B-Instruct TASK=python_tool
 

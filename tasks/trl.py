@@ -12,7 +12,7 @@ TRL's (benchmarks/results/trl_rewards.md), but what functions get differs:
 - If a prompt is a text, it becomes the user's message in the chat template; TRL uses no template.
 - If the template opens the answer, as with <think>, completions begin with that; TRL's do not.
 - There are no environments. TRL's environment_factory offers all public methods as tools. To use
-  its class here, list them (docs/turns.md), and put what reset() returns into messages(item):
+  its class here, list them (docs/tasks.md), and put what reset() returns into messages(item):
 
     class Environment(WordleEnv):
         TOOLS = ["guess"]    # its public methods

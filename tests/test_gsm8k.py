@@ -11,7 +11,7 @@ from grpo.task import load_task
 from tasks import gsm8k
 from tasks.gsm8k import CORRECT, FORMATTED, WRONG, rewards
 
-CONTRIBUTING = Path(__file__).parents[1].joinpath("CONTRIBUTING.md").read_text()
+PAGE = Path(__file__).parents[1].joinpath("docs/tasks.md").read_text()
 GSM8K = Path(__file__).resolve().parents[2] / "shared/data/gsm8k"
 
 
@@ -60,7 +60,7 @@ def test_an_answer_that_looks_again_is_counted_and_not_rewarded(text, again):
 def test_a_short_file_names_other_data_and_examples(monkeypatch, tmp_path):
     for name in ("DATA", "EXAMPLES"):
         monkeypatch.setattr(gsm8k, name, getattr(gsm8k, name))  # put back what the file sets
-    (text,) = re.findall(r"```python\n(from tasks import gsm8k\n.*?)```", CONTRIBUTING, re.DOTALL)
+    (text,) = re.findall(r"```python\n(from tasks import gsm8k\n.*?)```", PAGE, re.DOTALL)
     item = {"question": "6 * 3?", "answer": "#### 18"}
     Path(tmp_path, "train.jsonl").write_text(json.dumps(item))
     Path(tmp_path, "mine.py").write_text(text.replace("my/gsm8k", str(tmp_path)))

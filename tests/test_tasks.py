@@ -103,7 +103,7 @@ def test_where_a_judge_fails_the_reward_does_not_apply(judged, monkeypatch):
 
 def test_the_example_with_a_pool_of_processes(tmp_path):
     file = tmp_path / "adds_slowly.py"
-    text = (ROOT / "CONTRIBUTING.md").read_text()
+    text = (ROOT / "docs/tasks.md").read_text()
     (example,) = re.findall(r"```python\n(import.*?)```", text, re.DOTALL)
     file.write_text(example + "def load(split): return []\ndef messages(item): return []\n")
     recipe = a_recipe(task=load_task(str(file)), TASK=str(file), REWARD_WEIGHTS={"reward": 1})
@@ -408,10 +408,10 @@ def test_a_tiny_model_of_any_task_is_made_and_its_command_runs(tmp_path, monkeyp
 def test_the_task_with_a_tool_in_the_docs_gets_a_model_that_its_command_trains(
     tmp_path, monkeypatch, capsys
 ):
-    """The file and both commands are those of docs/turns.md."""
+    """The file and both commands are those of docs/tasks.md."""
     import tasks.__main__ as module
 
-    page = (ROOT / "docs/turns.md").read_text()
+    page = (ROOT / "docs/tasks.md").read_text()
     *_, source = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     commands = re.findall(r"^    python (.*?)(?:  #.*)?$", page, re.MULTILINE)
     made, trained = map(shlex.split, commands)

@@ -1,4 +1,4 @@
-"""REFERENCE: the local reference is another model with MODEL's tokenizer (docs/teacher.md)."""
+"""REFERENCE: the local reference is another model with MODEL's tokenizer (docs/loss.md)."""
 
 from grpo.forward import CompletionModel
 from grpo.models import check_context, load_tokenizer

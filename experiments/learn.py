@@ -1,7 +1,7 @@
 """The numbers of docs/learn.md: one group of GRPO, from its question to what it has changed.
 
-    .venv/bin/python -m docs.learn      # a few seconds, no GPU
-    .venv/bin/python -m docs.learn REWARDS="1 1 0 0" UPDATES=6      # or ADVANTAGE_STD=False
+    .venv/bin/python -m experiments.learn      # a few seconds, no GPU
+    .venv/bin/python -m experiments.learn REWARDS="1 1 0 0" UPDATES=6      # or ADVANTAGE_STD=False
 
 A tiny model answers one question, four times; the project's functions do the rest: sampler,
 advantages, token weights, log-probs, loss. tests/test_learn.py compares the page with the output.
@@ -33,7 +33,6 @@ ADAM_BETAS = (0.9, 0.99)
 MAX_GRAD_NORM = 1.0
 MAX_COMPLETION_TOKENS = 8
 LEARNING_RATE = 1e-4
-SIZE = 7.6  # billion parameters: Qwen2.5-7B
 FOUR = 'None, or four numbers: "1 1 0 0"', lambda r: re.fullmatch(r"None|(-?[\d.]+ ?){4}", str(r))
 # Of a command. REWARDS are the group's, such as "1 1 0 0"; None: is_right's
 DEFAULTS = {"UPDATES": 3, "ADVANTAGE_STD": True, "REWARDS": None}
@@ -153,8 +152,7 @@ def exact(value):
 
 # --- The page's tables ------------------------------------------------------------------
 def show_group(tokenizer, prompt, completions, rewards, advantages, weights):
-    print(f"question {QUESTION}   right answer {ANSWER}   prompt, P = {len(prompt)} ids:")
-    print(*prompt)
+    print(f"question {QUESTION}   right answer {ANSWER}   prompt, P = {len(prompt)} ids")
     heads = f"{'T':>3}{'reward':>8}{'advantage':>11}{'weight':>9}{'w A':>9}"
     print(f"\n{'completion':<12}{'ids':<22}{heads}")
     for c, reward, a, w in zip(completions, rewards, advantages, weights, strict=True):
@@ -216,15 +214,6 @@ def show_temperature(tokenizer, logps):
         print(f"{tokenizer.decode([i]):<8}{one:>8.4f}{other:>11.4f}{other - one:>+13.4f}")
 
 
-def show_retokenised(model, tokenizer, prompt):
-    text = " more"
-    letters = [i for letter in text for i in tokenizer(letter)["input_ids"]]
-    whole = tokenizer(tokenizer.decode(letters))["input_ids"]
-    for name, ids in {"drawn": letters, "its text, tokenized": whole}.items():
-        logp = logp_of(model, tokenizer, prompt, ids)
-        print(f"{name:<22}{ids!s:<28}{tokenizer.decode(ids)!r}   log-prob {logp:8.2f}")
-
-
 def show_weights(lengths, weights):
     print(f"{'T':<10}" + "".join(f"{n:>9}" for n in lengths.tolist()) + "    w x T")
     for name, values in weights.items():
@@ -232,39 +221,12 @@ def show_weights(lengths, weights):
         print(f"{name:<10}{shown}    " + "  ".join(f"{x:.2f}" for x in values * lengths))
 
 
-def show_prompt_push(prompt, lengths, advantages):
-    """What a token of the prompt, which all completions share, would be pushed by in sum."""
-    for name in ("grpo", "dapo"):
-        pushed = (weights_of(lengths + len(prompt), name) * advantages).sum().item()
-        print(f"{name}: sum of w A over the group {exact(pushed):+.4f}")
-
-
-def show_baselines(rewards):
-    others = (rewards.sum() - rewards) / (len(rewards) - 1)
-    for name, values in {
-        "no baseline (REINFORCE)": rewards,
-        "group's mean, over std (GRPO)": group_advantages(rewards, scale_by_std=True),
-        "group's mean (Dr. GRPO)": group_advantages(rewards, scale_by_std=False),
-        "mean of the others (RLOO)": rewards - others,
-    }.items():
-        print(f"{name:<32}" + "".join(f"{a:>9.4f}" for a in values.tolist()))
-
-
 def show_mixed():
     """A group is mixed unless all are right, p^G, or all wrong, (1 - p)^G."""
-    shares, sizes = (0.01, 0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99), (4, 8, 16, 64)
+    shares, sizes = (0.01, 0.05, 0.1, 0.3, 0.5), (4, 8, 16, 64)
     print("accuracy" + "".join(f"{f'G = {size}':>9}" for size in sizes))
     for p in shares:
         print(f"{p:<8}" + "".join(f"{1 - p**n - (1 - p) ** n:>9.2f}" for n in sizes))
-
-
-def show_critic():
-    """FLOPs: 2 forward and 4 backward (Kaplan et al., 2001.08361, sec. 2.1)."""
-    print("bytes a parameter: weights 2, gradients 4, master weights 4, Adam 8: 18")
-    print(f"  x {SIZE} billion = {18 * SIZE:.0f} GB more for a critic of the policy's size;")
-    print(f"  with ZeRO-2 on 8 GPUs 2 + 16 / 8 = 4 bytes: {4 * SIZE:.0f} GB more on each")
-    print("FLOPs a token and parameter: sampling 2, reference 2, training 6: 10;")
-    print(f"  with a critic its values, 2, and its training, 6: 18, {18 / 10:.1f} times as many")
 
 
 def chapter(title, show, *given):
@@ -274,7 +236,7 @@ def chapter(title, show, *given):
 
 
 def main(**given):
-    c = constants.checked("docs/learn.py", DEFAULTS, given, KINDS, [])
+    c = constants.checked("experiments/learn.py", DEFAULTS, given, KINDS, [])
     policy = _, tokenizer, prompt = start()
     completions = sample(*policy)
     right = [is_right(tokenizer.decode(c.ids[:-1])) for c in completions]
@@ -283,18 +245,14 @@ def main(**given):
     lengths = torch.tensor([len(c.ids) for c in completions])
     w = (weights := {name: weights_of(lengths, name) for name in LOSS_TYPES})["grpo"]
     chapter("a group", show_group, tokenizer, prompt, completions, rewards, advantages, w)
-    chapter("re-tokenized", show_retokenised, *policy)
     before = answer_probs(*policy)
     columns, logps = train(*policy, completions, advantages, w, c.UPDATES)
     chapter("a token", show_token, tokenizer, completions[0].ids, columns, advantages[0], w[0])
     chapter("all answers", show_answers, before, answer_probs(*policy))
     chapter("the KL there", show_kl, logps[-1], logps[0])
     chapter("temperature", show_temperature, tokenizer, logps[-1])
-    chapter("prompt tokens", show_prompt_push, prompt, lengths, advantages)
     chapter("token weights", show_weights, lengths, weights)
-    chapter("baselines", show_baselines, rewards)
     chapter("mixed groups", show_mixed)
-    chapter("a critic", show_critic)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Two drawings of docs/learn.md: the clipped objective, and three estimates of the KL.
 
-    .venv/bin/python -m docs.learn_pictures     # docs/learn_clip.png, learn_kl.png: a few seconds
+    .venv/bin/python -m experiments.learn_pictures    # docs/learn_clip.png, learn_kl.png
 
 The curves are values of grpo/loss.py. `git show 655591d:docs/learn_pictures.py` has drawn the
 page's diagram, docs/learn_policies.png.
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from docs import learn
+from experiments import learn
 from grpo.loss import policy_loss
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1] / "docs"
 BLUE, GRAY, RED = "tab:blue", "tab:gray", "tab:red"
 
 

@@ -1,10 +1,10 @@
 """Pictures of runs: a group's answers and advantages, and accuracy by step.
 
     make pictures                                                # the runs, then the curve
-    .venv/bin/python -m docs.picture runs/demo_? runs/demo_shuffled
-    .venv/bin/python -m docs.picture real runs/smollm2_? runs/smollm2_shuffled    # docs/real.png
-    .venv/bin/python -m docs.picture tools runs/tools_?/*    # docs/tools.png
-    .venv/bin/python -m docs.picture loop runs/demo          # docs/loop.png
+    .venv/bin/python -m experiments.picture runs/demo_? runs/demo_shuffled              # demo.png
+    .venv/bin/python -m experiments.picture real runs/smollm2_? runs/smollm2_shuffled  # real.png
+    .venv/bin/python -m experiments.picture tools runs/tools_?/*                        # tools.png
+    .venv/bin/python -m experiments.picture loop runs/demo                              # loop.png
 
 A folder named *shuffled is the control. loop shows the group in the first 20 steps whose answers
 differ most in reward, as it was sampled and rewarded there.
@@ -19,7 +19,7 @@ from pathlib import Path
 import plot
 from tasks.arithmetic import REWARD_WEIGHTS
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1] / "docs"
 
 # --- One group --------------------------------------------------------------------------
 SHOWN = 4  # answers
