@@ -7,7 +7,7 @@ import torch
 
 from grpo.devices import out_of_memory_names
 from grpo.models import as_umask
-from grpo.sampler import CachedDecoder, completion_text, stream_groups
+from grpo.sampler import CachedDecoder, stream_groups
 
 # Largest mean k3 = exp(d) - d - 1 that counts as rounding, where d is the difference between two
 # computations of a token's log-prob. A higher limit misses small errors. Published: 1.5e-3 (sd of d
@@ -84,7 +84,9 @@ class Policy:
         return torch.Generator(device=self.model.device).manual_seed(seed)
 
     def text(self, completion):
-        return completion_text(self.tokenizer, completion, self.eos_ids)
+        """Returns a completion's text, without the EOS if one ended it."""
+        ids = completion.ids[:-1] if completion.ids[-1] in self.eos_ids else completion.ids
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
     def follow(self, step):
         """Returns an empty context: this policy samples with the weights that are trained."""

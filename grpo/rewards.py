@@ -33,8 +33,9 @@ def environment_rewards(task):
     return hasattr(getattr(task, "Environment", None), "rewards")
 
 
-def calls_of(recipe, group):
-    """Returns the calls that reward a group; where there may be turns, a plain text is one turn."""
+def begin_rewards(recipe, group):
+    """Begins the calls that reward a group, async ones beside the sampling of others. Returns
+    begin's list. Where there may be turns, a plain text is one turn."""
     task, texts = recipe.task, [sample.text for sample in group.samples]
     if recipe.turns:
         texts = [[text] if isinstance(text, str) else list(text) for text in texts]
@@ -43,27 +44,22 @@ def calls_of(recipe, group):
         calls += [(task.rewards, group.item, copy.copy(text)) for text in texts]
     if hasattr(task, "group_rewards"):
         calls.append((task.group_rewards, group.item, texts))
-    return calls
+    return begin(recipe.c.REWARD_TIMEOUT_SECONDS, calls)
 
 
-def begin_rewards(recipe, group):
-    """Begins a group's async calls, beside the sampling of others. Returns answers_of's futures."""
-    return begin(recipe.c.REWARD_TIMEOUT_SECONDS, calls_of(recipe, group))
-
-
-def answers_of(recipe, group, futures):
+def answers_of(recipe, group, begun):
     """Returns what the calls of a group return, None if one is too slow. TaskError if one fails."""
-    calls, seconds = calls_of(recipe, group), recipe.c.REWARD_TIMEOUT_SECONDS
+    seconds = recipe.c.REWARD_TIMEOUT_SECONDS
     what = f"the rewards of question {group.item.get('question', group.item)!r:.80}"
-    found = answers(seconds, what, calls, futures)
+    found = answers(seconds, what, begun)
     late = [number for number, answer in enumerate(found) if isinstance(answer, TooSlow)]
     for number, error in enumerate(found):
         if isinstance(error, BaseException) and number not in late:
-            raise call_mistake(recipe, *calls[number], error) from error
+            raise call_mistake(recipe, *begun[number][0], error) from error
     if late:
         say(
             f"REWARD_TIMEOUT_SECONDS: {what} took more than {seconds} s: {len(late)} of"
-            f" {len(calls)} calls count as None, from that of {calls[late[0]][2]!r:.200} on"
+            f" {len(begun)} calls count as None, from that of {begun[late[0]][0][2]!r:.200} on"
         )
     return [None if number in late else answer for number, answer in enumerate(found)]
 
@@ -78,12 +74,12 @@ def call_mistake(recipe, function, item, seen, error):
 
 
 # --- What is made of it -----------------------------------------------------------------
-def rewarded(recipe, group, futures):
+def rewarded(recipe, group, begun):
     """Sets rewards and total of a group's samples, which already have their texts and the rewards
-    of their environments. `futures` is the result of begin_rewards. Raises TaskError if the task
+    of their environments. `begun` is the result of begin_rewards. Raises TaskError if the task
     fails (a bug, not a reward), or returns other rewards than REWARD_WEIGHTS names.
     """
-    found = values_of(recipe, group, futures)
+    found = values_of(recipe, group, begun)
     for sample, values in zip(group.samples, found, strict=True):
         sample.rewards = floats_of(recipe, group.item, sample.text, values)
         sample.total = total_of(recipe, sample)
@@ -108,10 +104,10 @@ def group_of(recipe, item, texts):
     return Group(-1, item, [], samples)
 
 
-def values_of(recipe, group, futures):
+def values_of(recipe, group, begun):
     """Returns {name: what the task returned} for each sample. A group's None is one for each."""
     task, size = recipe.task, len(group.samples)
-    answers, columns = answers_of(recipe, group, futures), []
+    answers, columns = answers_of(recipe, group, begun), []
     if environment_rewards(task):
         columns.append([sample.environment for sample in group.samples])
     if hasattr(task, "rewards"):
@@ -178,24 +174,24 @@ def total_of(recipe, sample):
 
 # --- Calls ----------------------------------------------------------------------------
 def begin(seconds, calls):
-    """Begins those of `calls`, [(function, *arguments)], whose function is async. Returns a list
-    with the Future of each of them, and None for the others."""
+    """Begins those of `calls`, [(function, *arguments)], whose function is async. Returns
+    [(call, its Future, or None)]."""
     futures = [None] * len(calls)
     for number, call in enumerate(calls):
         if inspect.iscoroutinefunction(call[0]):
             from grpo.async_calls import begin_async
 
             futures[number] = begin_async(seconds, *call)
-    return futures
+    return list(zip(calls, futures, strict=True))
 
 
-def answers(seconds, what, calls, futures, *, shared=True):
+def answers(seconds, what, begun, *, shared=True):
     """Returns what the calls return, in order, or the error that one has raised; TooSlow if it
-    takes longer than `seconds`, which plain calls share unless `shared` is false. `futures` is
+    takes longer than `seconds`, which plain calls share unless `shared` is false. `begun` is
     begin's result."""
     found, left, end = [], seconds, time.monotonic() + seconds + GRACE_SECONDS  # of blocked loops
     with announced(what):
-        for call, future in zip(calls, futures, strict=True):
+        for call, future in begun:
             began = time.monotonic()
             try:
                 if future:

@@ -31,41 +31,34 @@ class Order:
 
 
 # --- Sample and reward --------------------------------------------------------------
-def sampled(policy, recipe, prompts, *, seed):
-    """Yields a Group without rewards for each of `prompts`, in the order in which the groups end.
-    `prompts` is read when there is room for another group. Raises the errors of stream_turns.
+def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.nullcontext):
+    """Yields a Group for each of `prompts`, in the order in which the groups end. `prompts` is read
+    when there is room for another group. Rewards are computed, or awaited, within `with timed()`;
+    sampling continues if other processes compute them. Raises the errors of stream_groups,
+    stream_turns and rewarded.
     """
-    stream = policy.stream
+    stream, waiting = policy.stream, deque()  # waiting: (group, what begin_rewards has returned)
     if recipe.turns:
         stream = functools.partial(recipe.turns.stream_turns, policy, recipe)
-    groups = stream(
+
+    def finish(group, calls):
+        with timed():
+            rewarded(recipe, group, calls)
+        return group
+
+    for question, samples in stream(
         (Prompt(question, question.ids) for question in prompts),
         group_size=recipe.c.GROUP_SIZE,
         max_sequences=recipe.c.SAMPLE_BATCH,
         max_new_tokens=recipe.c.MAX_COMPLETION_TOKENS,
         temperature=recipe.c.TEMPERATURE,
         seed=seed,
-    )
-    for question, samples in groups:
+    ):
         for sample in samples:
             sample.text = sample.text or question.opening + policy.text(sample)
-        yield Group(question.index, question.item, question.ids, samples)
-
-
-def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.nullcontext):
-    """Yields a Group for each of `prompts`, as `sampled` does. Rewards are computed, or awaited,
-    within `with timed()`; sampling continues if other processes compute them. Raises the errors of
-    rewarded, too."""
-    waiting = deque()  # (group, the Futures of its rewards)
-
-    def finish(group, futures):
-        with timed():
-            rewarded(recipe, group, futures)
-        return group
-
-    for group in sampled(policy, recipe, prompts, seed=seed):
+        group = Group(question.index, question.item, question.ids, samples)
         waiting.append((group, begin_rewards(recipe, group)))
-        while waiting and all(future.done() for future in waiting[0][1] if future):
+        while waiting and all(future.done() for _, future in waiting[0][1] if future):
             yield finish(*waiting.popleft())
     while waiting:
         yield finish(*waiting.popleft())

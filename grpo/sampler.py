@@ -25,12 +25,6 @@ from grpo.sample import Prompt, Sample
 LEAVE = 8
 
 
-def completion_text(tokenizer, completion, eos_ids):
-    """Returns a completion's text, without the EOS if one ended it."""
-    ids = completion.ids[:-1] if completion.ids[-1] in eos_ids else completion.ids
-    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-
-
 def sample_groups(model, prompts, *, max_sequences=None, **settings):
     """Returns a list of G Samples for each of the prompts, which are lists of token ids.
 

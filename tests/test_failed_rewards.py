@@ -19,7 +19,7 @@ import grpo_ref_split as trainer
 from grpo.constants import Constants
 from grpo.metrics import rollout_metrics
 from grpo.prepare import prepare
-from grpo.rewards import group_of, rewarded
+from grpo.rewards import begin_rewards, group_of, rewarded
 from grpo.stop import stop
 
 NAN = {"correctness": math.nan, "format": math.nan}
@@ -60,7 +60,8 @@ def test_none_of_group_rewards_is_none_for_each_completion():
 def test_plain_rewards_of_a_group_share_the_limit():
     recipe = recipe_with(lambda item, text: time.sleep(0.3) or {"correctness": 1, "format": 0})
     group = group_of(recipe, {}, ["a"] * 4)
-    rewarded(recipe.others(REWARD_TIMEOUT_SECONDS=0.7), group, [None] * 4)
+    recipe = recipe.others(REWARD_TIMEOUT_SECONDS=0.7)
+    rewarded(recipe, group, begin_rewards(recipe, group))
     assert [math.isnan(s.total) for s in group.samples] == [False, False, True, True]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from fakes import a_recipe
 
-from grpo.rewards import group_of
+from grpo.rewards import begin_rewards, group_of
 from grpo.rewards import rewarded as reward
 from tasks import trl
 
@@ -21,7 +21,7 @@ def rewarded(monkeypatch, functions, item, *texts):
     weights = {name: 2.0**-i for i, name in enumerate(functions)}
     recipe = a_recipe(task=trl, TASK="trl", REWARD_WEIGHTS=weights)
     group = group_of(recipe, item, list(texts))
-    reward(recipe, group, [None])
+    reward(recipe, group, begin_rewards(recipe, group))
     return [list(s.rewards.values()) for s in group.samples], [s.total for s in group.samples]
 
 

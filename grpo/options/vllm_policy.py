@@ -26,9 +26,8 @@ from grpo.models import choose_dtype, has_bfloat16, own_device, stop_ids, vocab_
 from grpo.options.lora import adapters_off, merge_adapters
 from grpo.options.stop_strings import StopStrings
 from grpo.options.weights import check_shapes
-from grpo.policy import NOISE, TF32_NOISE
+from grpo.policy import NOISE, TF32_NOISE, Policy
 from grpo.sample import Sample
-from grpo.sampler import completion_text
 
 # The whole distribution (top_k 0 is off), with our stops instead of the model's
 PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
@@ -36,6 +35,8 @@ PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ign
 
 class VLLMPolicy:
     """Samples, scores, and takes new weights without a restart. It is not thread-safe."""
+
+    text = Policy.text
 
     def __init__(self, c, tokenizer, model=None):
         """Loads MODEL; `c` has the constants as attributes. A rank passes the `model` that it
@@ -106,9 +107,6 @@ class VLLMPolicy:
         )
         self.llm.llm_engine.add_request(request, {"prompt_token_ids": list(ids)}, params)
         return request
-
-    def text(self, completion):
-        return completion_text(self.tokenizer, completion, self.eos_ids)
 
     def logps(self, prompt, completion):
         """Returns the log-probs (floats, temperature 1) of the completion's ids. The last id is

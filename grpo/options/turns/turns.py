@@ -178,7 +178,7 @@ def ask(recipe, chats, name, call_of, must, holds=lambda got: True, shared=False
         call = f"{name}({shown}) for {chats[number].question.item!r:.500}"
         return mistake(recipe.c.TASK, call, must, error=error, got=got)
 
-    found = answers(seconds, what, calls, begin(seconds, calls), shared=shared)
+    found = answers(seconds, what, begin(seconds, calls), shared=shared)
     for number, got in enumerate(found):
         if isinstance(got, TooSlow):
             say(
