@@ -20,7 +20,7 @@ algorithm 1 and names its lines (docs/loss.md); the paper's step is a rollout he
 
 Symbols: G completions per prompt, P prompt tokens, T completion tokens, B sequences (a prompt and
 one completion each) per micro-batch, N their completion tokens, V ids of the tokenizer, V' rows of
-the LM head, H hidden size. A `step` is one optimizer update, or an attempt with nothing to train.
+the LM head, H hidden size. A `step` is an optimizer update, or an attempt with nothing to train on.
 """
 
 import contextlib
@@ -51,10 +51,10 @@ SAMPLE_BATCH = 64  # completions a rank samples at once; more need memory (Q_bat
 SAMPLER = "torch"  # or "vllm" (use_vllm): pip install -e .[vllm]; see docs/performance.md
 VLLM_CACHE_GB = 10.0  # of vLLM's KV cache; more samples more at once (vllm_gpu_memory_utilization)
 MASK_TRUNCATED = False  # True: truncated ones only count in means (mask_truncated_completions)
-SKIP_FLAT_GROUPS = True  # True: groups whose total rewards are all equal are not trained
+SKIP_FLAT_GROUPS = True  # True: groups whose total rewards are all equal are left out
 CHAT_TEMPLATE = {}  # of the template, such as {"enable_thinking": False} (chat_template_kwargs)
 OUTCOME = None  # name of the reward that decides correctness: above 0 is correct; None: the task's
-REWARD_WEIGHTS = None  # {reward: weight} (reward_weights); None: the task's; {}: only the KL trains
+REWARD_WEIGHTS = None  # {reward: weight} (reward_weights); None: the task's; {}: only the KL counts
 
 # --- Loss ---------------------------------------------------------------------------
 # A token's loss is divided by the completion's length ("grpo"), by the number of tokens of the step
@@ -85,7 +85,7 @@ MAX_STALENESS = 4  # groups sampled more than N updates ago are dropped; more ke
 REFERENCE = None  # without a server: a reference model that has MODEL's tokenizer; None: MODEL
 
 # --- Optimization -------------------------------------------------------------------
-STEPS = 500  # optimizer updates, and attempts with nothing to train (max_steps, all_steps)
+STEPS = 500  # updates, and attempts with nothing to train on (max_steps, all_steps)
 LEARNING_RATE = 1e-6  # higher learns faster until it diverges; LoRA needs ten times as much (lr)
 LORA_RANK = 0  # 16 or 32: adapters of that rank on a frozen model; 0: full (peft_config, lora_r)
 BASE_BITS = 16  # 4: LoRA's frozen model has 4 bits a weight (quantization_config, load_in_4bit)
@@ -111,7 +111,7 @@ KEEP_CHECKPOINTS = 2  # the newest N, and RUN_DIR/best, of the best, are kept (s
 REPORT_TO = []  # "tensorboard" or "wandb", which get each step's metrics, too
 WAIT_LIMIT_SECONDS = 600  # the run ends after this long without the server
 REWARD_TIMEOUT_SECONDS = 60  # a reward, of a group that takes longer, or a reply() counts as None
-# The run ends after N steps in a row with nothing to train, or with a gradient that is not finite.
+# The run ends after N steps in a row with nothing to train on, or with a gradient not finite.
 IDLE_LIMIT = 10
 
 DEFAULTS = defaults_in(globals())
@@ -142,9 +142,9 @@ from grpo.task import load_questions
 # --- Sample: algorithm 1, lines 5, 7, 8, 9 ---------------------------------------------
 def sample_rollout(run):
     """Collective: samples a rollout, and returns
-    groups: what all ranks train next, with the reference's log-probs;
+    groups: what all ranks train on next, with the reference's log-probs;
     metrics: {name: mean over the sampled groups};
-    sampled: every group, including those that are not trained;
+    sampled: every group, including those that are left out;
     taken: how many prompts all ranks have taken from run.order, from Progress.prompts on.
 
     Workers' groups are taken first; ranks sample what is missing. Each group that was started is

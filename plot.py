@@ -7,7 +7,7 @@
     python plot.py live [runs/] [8080]        # serves a live page of all runs in a folder
 
 Pale lines show each step, strong lines running means over at most 10 steps; steps without a dot
-trained nothing. docs/metrics.md explains each metric.
+had nothing to train on. docs/metrics.md explains each metric.
 """
 
 import json

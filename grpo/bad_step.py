@@ -1,4 +1,4 @@
-"""A step that went wrong: why nothing was trained, and what a bad update leaves.
+"""A step that went wrong: why there was nothing to train on, and what a bad update leaves.
 
 An update that fails a check leaves its samples and their log-probs in RUN_DIR/bad_step_000138.json:
 
@@ -18,7 +18,7 @@ from grpo.rewards import functions_of
 
 
 def log_bad_step(run, groups, samples, metrics):
-    """Collective: logs why a step has trained nothing: it had no samples, or its update was
+    """Collective: logs why a step has not changed the policy: it had no samples, or its update was
     skipped. `groups` are those that were not skipped, `metrics` the rollout's and the update's."""
     if samples:
         skip_step(run, samples, metrics)  # collective
@@ -41,7 +41,7 @@ def log_idle(run, metrics, groups):
     if c.MASK_TRUNCATED and (groups or metrics["completions/clipped_ratio"] == 1):  # all of them
         why += "; raise that limit, or train on them: MASK_TRUNCATED = False"
     if metrics.get("tools/call_share") == 0:
-        why += "; reply() never returned a text: does the model make no call"
+        why += "; reply() never returned a text: does the model never make a call"
         why += ", or is STOP_STRINGS wrong?" if c.STOP_STRINGS else "?"
     if metrics.get("rewards/none") == 1:
         why = (
@@ -49,7 +49,7 @@ def log_idle(run, metrics, groups):
             " None for all of them, or took too long; is a service that the task asks down?"
         )
     p.idle_reason = why
-    say(f"step {p.step} trains nothing ({p.idle} in a row): {why}")
+    say(f"step {p.step} has nothing to train on ({p.idle} in a row): {why}")
 
 
 def per_id(sample):
@@ -63,7 +63,7 @@ def keep_evidence(run, step, samples, metrics, why):
     """Collective: rank 0 writes the file of an update with all ranks' `samples`. Returns a text
     that names the file. Keeps the files of the last IDLE_LIMIT such steps."""
     mine = {i: s.trainer_logps for i, s in enumerate(samples) if s.trainer_logps is not None}
-    for part in gathered(mine):  # collective; each rank has those of the samples it trained
+    for part in gathered(mine):  # collective; each rank has those of its micro-batches
         for number, logps in part.items():
             samples[number].trainer_logps = logps
     path = run.folder.path / f"bad_step_{step:06d}.json"

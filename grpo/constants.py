@@ -195,7 +195,7 @@ COUNT = "a whole number, 0 or more", lambda value: type(value) is int and value 
 NUMBER = "a number, 0 or more", lambda value: real(value) and value >= 0
 POSITIVE = "a number above 0", lambda value: real(value) and value > 0
 FLAG = "True or False", lambda value: value in (True, False)
-TEXT = "a string, not empty", lambda value: isinstance(value, str) and value != ""
+TEXT = "a non-empty string", lambda value: isinstance(value, str) and value != ""
 
 
 def one_of(*values):

@@ -1,4 +1,4 @@
-"""Checks an update by log-probs: what is trained was sampled, and the reference is the right."""
+"""Checks an update by log-probs: its samples are the policy's, and so is the reference."""
 
 import math
 from pathlib import Path

@@ -47,9 +47,9 @@ def group_advantages(rewards, *, scale_by_std):
 def token_weights(lengths, *, loss_type, sequences, tokens, max_completion_tokens):
     """Returns w, the weight of each token in the loss: a float32 (B,), one number per sequence.
 
-    `lengths` (B,) counts the trained tokens of each of these sequences. `sequences` and `tokens`
+    `lengths` (B,) counts the model's tokens of each of these sequences. `sequences` and `tokens`
     count those of the whole step, over all ranks and micro-batches; `sequences` includes the masked
-    ones, which train no token. (TRL's loss_type has the same names.)
+    ones, of which no token is trained on. (TRL's loss_type has the same names.)
     """
     if loss_type == "grpo":
         # Mean over sequences of the mean over tokens (DeepSeekMath, eq. 3): a token weighs less in

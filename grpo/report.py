@@ -78,8 +78,8 @@ class RunFolder:
                 reporter.log(record)
 
     def log_samples(self, run, groups):
-        """Writes the completions of one of the groups that the next update trains or skips, the one
-        with the highest advantage first. Ranks but 0 write nothing."""
+        """Writes the completions of one group of the rollout, trained on or not, the one with the
+        highest advantage first. Ranks but 0 write nothing."""
         if dist.get_rank() != 0 or not groups:
             return
         step, decode = run.progress.step + 1, run.policy.tokenizer.decode
@@ -168,7 +168,7 @@ def give_hints(metrics):
 
 def report_end(run, asked):
     """Logs the time of each part and the end of a run. Raises SystemExit if a stop was requested
-    (`asked`), or if there was nothing to train."""
+    (`asked`), or if there was nothing to train on."""
     p, c, laps = run.progress, run.c, run.laps
     if laps:
         total = sum(lap["seconds"] for lap in laps)
@@ -182,7 +182,7 @@ def report_end(run, asked):
         raise SystemExit(
             f"{p.idle} steps in a row had nothing to train on; in the last one {p.idle_reason}."
             f" Read {c.RUN_DIR}/samples.jsonl: is TASK = {c.TASK!r} too easy or too hard, or are"
-            " its rewards wrong? Or has the model broken down (LEARNING_RATE too high)?"
+            " its rewards wrong? Or has the model collapsed (is LEARNING_RATE too high)?"
         )
     if not laps:
         ended = f"the run in {c.RUN_DIR} has ended, at step {p.step}"

@@ -23,12 +23,12 @@ class Progress:
     saved: int | None = None  # the step of the last checkpoint
     best: int | None = None  # the step of the best evaluation, from the first update on
     best_accuracy: float | None = None  # its result, or that of step 0 if none was better
-    idle: int = 0  # steps in a row that had nothing to train,
+    idle: int = 0  # steps in a row that had nothing to train on,
     idle_reason: str = ""  # and why the last of them had nothing
     bad: int = 0  # updates in a row that were not finite
     checked: bool = False  # whether the first update has passed its check
     groups: int = 0  # groups that ranks and workers sampled since step 0
-    prompts: int = 0  # of the order, that ranks have taken; both move when a rollout is trained
+    prompts: int = 0  # of the order, that ranks took; both move with a rollout's first update
 
     def passed(self, every, before):
         """Returns whether a multiple of `every` lies after step `before`, up to now (0: never)."""

@@ -45,7 +45,7 @@ class Sample:
     ref_logps: list[float] | None = None  # of the reference; None if KL_BETA is 0
     advantage: float = 0.0
     weight: float = 0.0  # in the step's loss, of each token that the model wrote
-    on_policy: bool = False  # whether the weights that sampled it are those that are trained
+    on_policy: bool = False  # whether the policy that sampled it is the one that is updated
     ratio_cap: float = 0.0  # of policy_loss: IS_CAP if old_logps are the sampler's
     # Of the tokens that the model wrote, in the last update (None: on another rank)
     trainer_logps: list[float] | None = None
@@ -71,10 +71,10 @@ class Group:
     item: dict | None  # the question, as the task's load() gave it
     prompt: list[int]  # ids
     samples: list[Sample]  # G
-    id: str = ""  # unique in its run; a step trains its groups in the order of their ids
+    id: str = ""  # unique in its run; a step takes its groups in the order of their ids
     sampler: str = "trainer"  # or a worker's name
     version: int = 0  # the number of steps that the policy had made when it sampled
-    skipped: bool = False  # whether it is not trained, as it has zero variance (rollout.is_flat)
+    skipped: bool = False  # left out of the update, because it has zero variance (rollout.is_flat)
     run: str = ""  # a worker's group: the run whose policy sampled it
     outcome: str = ""  # a worker's group: the reward that decides correctness
 

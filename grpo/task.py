@@ -167,7 +167,7 @@ def load_split(recipe, split, tokenizer):
     prompts = [prompt for prompt in known if len(prompt.ids) <= c.MAX_PROMPT_TOKENS]
     same = len(prompts) - len(different(prompts))
     say(
-        f"{c.TASK}/{split}: {len(items)} questions, {f'{same} of them again, ' * (same > 0)}"
+        f"{c.TASK}/{split}: {len(items)} questions, {f'{same} of them duplicates, ' * (same > 0)}"
         f"{len(known) - len(prompts)} left out as too"
         f" long; the shortest prompt has {lengths[0]} tokens, the median"
         f" {statistics.median_low(lengths)}, the longest {lengths[-1]}"

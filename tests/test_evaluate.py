@@ -118,7 +118,7 @@ def test_a_question_that_is_there_again_is_answered_once(model, tmp_path, monkey
     as_checkpoint(model, EVAL_QUESTIONS=99)
     run(monkeypatch, model, tmp_path / "again.py", "--out", tmp_path / "out")
     out = capsys.readouterr().out
-    assert "100 questions, 95 of them again" in out
+    assert "100 questions, 95 of them duplicates" in out
     assert len(answers(next((tmp_path / "out").iterdir()))) == 5
 
 

@@ -29,7 +29,7 @@ def add_adapters(model, rank):
     except ValueError as error:
         raise SystemExit(f"LORA_RANK = {rank} must be 0 with this model: {error}") from error
     if any(type(module).__name__ == "ParamWrapper" for module in model.modules()):
-        raise SystemExit(f"LORA_RANK = {rank} must be 0: this model's experts are no linear layers")
+        raise SystemExit(f"LORA_RANK = {rank} must be 0: the model's experts are not linear layers")
     if Path(model.name_or_path).is_dir():  # absolute, for who loads the adapter elsewhere
         config.base_model_name_or_path = str(Path(model.name_or_path).absolute())
     reached = sum(x.in_features * x.out_features for *_, x in adapted_layers(model))

@@ -6,7 +6,7 @@ Each completion has a separate Environment(item). A round samples a turn of each
 lives, and then calls each reply(turn), which returns what follows, a text or a message, or None to
 end the conversation. After a stop string the reply stands inside the model's turn; after EOS it is
 a separate turn by the model's chat template. Ids are only appended; no text is tokenized again. The
-task's ids are not trained (docs/tasks.md).
+task's ids are not trained on (docs/tasks.md).
 """
 
 import contextlib

@@ -50,7 +50,7 @@ class Workers:
         self.lock = threading.Lock()
         self.record = None  # of the newest policy
         self.step = 0  # updates that the trainer has made
-        self.groups = []  # the groups that wait to be trained, oldest first
+        self.groups = []  # the groups that wait for a step, oldest first
         self.coming = 0  # groups of the rounds that have begun since the last step
         self.skipped = deque(maxlen=SKIPPED)  # those that are only counted
         self.ids = deque(maxlen=10_000)  # a group arrives twice if the first answer was lost
@@ -190,7 +190,7 @@ class Workers:
         return taken
 
     def metrics(self, groups, step):
-        """Returns the updates since the groups to train were sampled (mean and largest), and the
+        """Returns the updates since the groups of a step were sampled (mean and largest), and the
         number of groups dropped so far."""
         ages = [max(0, step - group.version) for group in groups if not group.skipped]
         mean, most = sum(ages) / max(len(ages), 1), max(ages, default=0)

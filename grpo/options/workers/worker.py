@@ -60,7 +60,7 @@ class Worker:
         self.policy, self.recipe, self.c, self.name = policy, recipe, recipe.c, name
         self.trainer = TrainerClient(self.c.TRAINER, self.c.WAIT_LIMIT_SECONDS)
         self.order = Order(recipe.prompts, f"{self.c.SEED}/{name}")
-        # In a round: what fits SAMPLE_BATCH, or what a step trains
+        # In a round: what fits SAMPLE_BATCH, or what a step needs
         self.round = min(recipe.c.PROMPTS_PER_STEP, recipe.c.SAMPLE_BATCH // recipe.c.GROUP_SIZE)
         self.groups = 0  # sampled in all, each with the next prompt of the order
         self.settings = settings_of(recipe)
