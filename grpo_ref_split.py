@@ -157,22 +157,22 @@ def sample_rollout(run):
     mine = theirs[dist.get_rank() :: dist.get_world_size()]  # each rank's reference scores a share
     for group in to_train(mine):
         run.reference.ask(group)
-    missing = max(0, c.PROMPTS_PER_STEP - len(to_train(theirs)))
-    if missing:
+    taken = max(0, c.PROMPTS_PER_STEP - len(to_train(theirs)))  # what workers have not sent
+    if taken:
         waits = ranks.all_or_none(clock.part("wait"))  # collective; follow: new weights for vLLM
         with waits, clock.part("sample"), run.sampler.follow(p.step):
-            for group in sample_share(run, missing):
+            for group in sample_share(run, taken):
                 mine.append(group)
                 if not group.skipped:
                     run.reference.ask(group)  # a server scores it meanwhile
     with ranks.all_or_none(clock.part("wait")):  # collective
-        set_advantages(run.recipe, mine)  # line 9
+        set_advantages(c, mine)  # line 9
         with clock.part(run.reference.part):
             run.reference.fill(to_train(mine), c.MICRO_BATCH_TOKENS)
     with clock.part("wait"):
         sampled = ranks.gather_groups(mine)  # collective
     metrics = rollout_metrics(run, sampled, clock.parts["sample"])
-    return to_train(sampled), metrics, sampled, missing
+    return to_train(sampled), metrics, sampled, taken
 
 
 def to_train(groups):
@@ -184,32 +184,31 @@ def sample_share(run, number):
     rank, step, first = dist.get_rank(), run.progress.step, run.progress.prompts
     mine = range(first + rank, first + number, dist.get_world_size())
     prompts = (run.order[n] for n in mine)  # line 5
-    settings = {"seed": rollout.seed_of(run.c.SEED, step, 0, rank)}  # 0: as earlier versions had it
-    settings["timed"] = lambda: run.clock.part("reward")
-    groups = rollout.sampled_and_rewarded(run.sampler, run.recipe, prompts, **settings)
+    seed = rollout.seed_of(run.c.SEED, step, 0, rank)  # the 0 keeps the seeds of earlier versions
+    timed = lambda: run.clock.part("reward")
+    groups = rollout.sampled_and_rewarded(run.sampler, run.recipe, prompts, seed=seed, timed=timed)
     for done, group in enumerate(groups, start=1):  # lines 7, 8
         group.id, group.version = f"{step:06d}-{rank:04d}-{done:04d}", step
         rollout.skip_if_flat(run.c, group)
         yield group
 
 
-def set_advantages(recipe, groups):
+def set_advantages(c, groups):
     """Sets the advantage of each sample, by the total rewards of its group (line 9)."""
     for group in groups:
         totals = torch.tensor([sample.total for sample in group.samples], dtype=torch.float64)
-        found = plain_loss.group_advantages(totals, scale_by_std=recipe.c.ADVANTAGE_STD)
+        found = plain_loss.group_advantages(totals, scale_by_std=c.ADVANTAGE_STD)
         for sample, advantage in zip(group.samples, found.tolist(), strict=True):
             sample.advantage = advantage
 
 
 # --- Samples to train: line 6 ----------------------------------------------------------
-def samples_to_train(recipe, groups, step):
+def samples_to_train(c, groups, step):
     """Returns the groups' samples, with their weights and old log-probs. `step` counts the policy's
     updates. Truncated samples are left out with MASK_TRUNCATED; they still count in their group's
-    mean and as sequences. Line 6: if a worker or another policy sampled any group, all samples use
-    the sampler's log-probs, as a micro-batch mixes groups; else those of the first update."""
-    c = recipe.c
-    by_trainer = all(g.sampler == "trainer" and g.version == step for g in groups)
+    mean and as sequences. Line 6: if a worker sampled any group, all samples use the sampler's
+    log-probs, because a micro-batch mixes groups; else those of the first update."""
+    by_trainer = all(group.sampler == "trainer" for group in groups)
     samples = [s for g in groups for s in g.samples if not (c.MASK_TRUNCATED and s.truncated)]
     lengths = torch.tensor([sample.length for sample in samples])
     weights = plain_loss.token_weights(
@@ -250,7 +249,7 @@ def batch_loss(c, hidden, head, ids, batch, vocab_size):
     settings = {"temperature": c.TEMPERATURE, "vocab_size": vocab_size, "entropy": True}
     logps, entropy = linear_logps(hidden, head, ids, **settings)
     sampler_logps = per_token([s.of_model(s.logps) for s in batch])
-    first = batch[0].old_logps is None  # the old log-probs are this update's own
+    first = batch[0].old_logps is None  # in all samples of a step: this update's are the old ones
     loss, stats = plain_loss.policy_loss(
         logps,
         None if first else per_token([s.old_logps for s in batch]),
@@ -330,19 +329,18 @@ def train(run):
             checkpoint.point(c.RUN_DIR, "final", p.saved if done else None)
             return asked
         run.clock.lap()  # evaluations and checkpoints are not part of a step
-        rolled_out = sample_rollout(run)  # collective; lines 5, 7, 8, 9
-        train_on(run, *rolled_out, c.STEPS, bar)  # collective; lines 6, 10, 11
+        train_on(run, bar, *sample_rollout(run))  # collective; lines 5 to 11
 
 
-def train_on(run, groups, metrics, sampled, taken, last, bar):
-    """Collective: makes a rollout's updates, up to step `last`. Until the first of them is made,
-    the run's progress is that before the rollout: if it fails, the same prompts come next."""
+def train_on(run, bar, groups, metrics, sampled, taken):
+    """Collective: makes the updates of a rollout, which sample_rollout has returned. Until the
+    first of them is made, its prompts do not count as taken: if it fails, they come next."""
     c, p, before = run.c, run.progress, run.progress.step
     with ranks.all_or_none():  # collective
-        samples = samples_to_train(run.recipe, groups, before)  # line 6
+        samples = samples_to_train(c, groups, before)  # line 6
         run.folder.log_samples(run, sampled)
     p.idle = 0 if samples else p.idle + 1
-    updates = min(c.UPDATES_PER_ROLLOUT, last - before) if samples else 1
+    updates = min(c.UPDATES_PER_ROLLOUT, c.STEPS - before) if samples else 1
     for number in range(1, updates + 1):  # line 10
         trained = update(run, samples, p.step + 1) if samples else {}  # collective
         p.step += 1  # after line 11: a checkpoint has the number of steps that were made
@@ -358,11 +356,12 @@ def train_on(run, groups, metrics, sampled, taken, last, bar):
             bar.show(p.step, metrics | trained | run.laps[-1])
             if len(run.laps) == 1:
                 give_hints(trained | run.laps[0])
-        p.bad *= trained.get("skipped", 0)
         if not samples or trained.get("skipped"):
             from grpo.bad_step import log_bad_step
 
             log_bad_step(run, groups, samples, metrics | trained)  # collective
+        else:
+            p.bad = 0
 
 
 def evaluate_if_due(run):

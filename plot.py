@@ -111,7 +111,7 @@ def show_samples(run_dir, which=None):
 def show_step(ours):
     """Prints the samples of a group, the best first."""
     group, ours = ours[0], sorted(ours, key=lambda r: -r["advantage"])
-    flat = ", skipped: all answers have the same outcome or reward" if group.get("flat") else ""
+    flat = ": all answers have the same total reward" if group.get("flat") else ""
     print(f"step {group['step']}, sampled by {group['sampler']}{flat}")
     show("prompt", group["prompt"])
     if group.get("answer") is not None:

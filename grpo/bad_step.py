@@ -62,10 +62,10 @@ def per_id(sample):
 def keep_evidence(run, step, samples, metrics, why):
     """Collective: rank 0 writes the file of an update with all ranks' `samples`. Returns a text
     that names the file. Keeps the files of the last IDLE_LIMIT such steps."""
-    mine = {i: s.trainer_logps for i, s in enumerate(samples) if s.trainer_logps is not None}
+    mine = [(i, s.trainer_logps, s.old_logps) for i, s in enumerate(samples) if s.trainer_logps]
     for part in gathered(mine):  # collective; each rank has those of its micro-batches
-        for number, logps in part.items():
-            samples[number].trainer_logps = logps
+        for number, logps, old in part:
+            samples[number].trainer_logps, samples[number].old_logps = logps, old
     path = run.folder.path / f"bad_step_{step:06d}.json"
     record = {"step": step, "why": str(why), "metrics": metrics}
     of_group = lambda g: {"group": g.id, "version": g.version, "prompt": g.prompt}

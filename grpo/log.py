@@ -1,4 +1,4 @@
-"""Log lines of a process: about the run, about itself, and about what it waits for (waits.Wait)."""
+"""Log lines of a process: about the run, about itself, and about what it waits for."""
 
 import contextlib
 import os

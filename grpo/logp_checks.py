@@ -10,8 +10,8 @@ from grpo.reference import is_teacher
 
 MISMATCH = "sampling/sampling_logp_difference/mean"  # mean |d|, by TRL's name
 # Largest relative difference between the temperatures of sampler and trainer, as sampler_stats
-# estimates it. The same table has 0.003 at most at equal temperatures, and 0.047 for a sampler 5%
-# hotter, which mean k3 (2e-4 to 5e-4) can't separate from rounding.
+# estimates it. The table of policy.NOISE has 0.003 at most at equal temperatures, and 0.047 for a
+# sampler 5% hotter, which mean k3 (2e-4 to 5e-4) can't separate from rounding.
 TILT = 0.03
 EVIDENCE = 200.0  # nats^2 of surprise (about 1000 tokens), below which TILT is not checked
 

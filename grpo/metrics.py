@@ -111,18 +111,18 @@ def sampler_stats(logps, entropy, sampler_logps, on_policy):
 
 
 # --- Over what was sampled ------------------------------------------------------------
-def evaluate(policy, step, recipe, prompts):
+def evaluate(sampler, step, greedy, questions):
     """Collective: returns the policy's greedy accuracy (OUTCOME > 0) after `step` steps, the share
     of positive values of each reward, the truncated share and the mean length. A reward's share is
     over the answers to which it applies; without any, it is absent. Once a stop is requested, no
     further question begins."""
-    mine = prompts[dist.get_rank() :: dist.get_world_size()]
+    mine = questions[dist.get_rank() :: dist.get_world_size()]
     mine = itertools.takewhile(lambda _: not stop.asked, mine)
-    with all_or_none(), policy.follow(step):  # collective
-        groups = list(sampled_and_rewarded(policy, recipe, mine, seed=0))
+    with all_or_none(), sampler.follow(step):  # collective
+        groups = list(sampled_and_rewarded(sampler, greedy, mine, seed=0))
     groups = gather_groups(groups)  # collective
-    found = means_over(recipe, groups)
-    positive = {f"positive_{name}": values for name, values in rewards_of(recipe, groups).items()}
+    found = means_over(greedy, groups)
+    positive = {f"positive_{name}": values for name, values in rewards_of(greedy, groups).items()}
     shares = {name: [value > 0 for value in values] for name, values in positive.items()}
     found |= {name: fmean(share) for name, share in shares.items() if share}
     names = ["accuracy", *shares, *EVALUATED]

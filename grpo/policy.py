@@ -30,7 +30,6 @@ def check_gap(gap, limit, what):
 
 @dataclass
 class Policy:
-    name: str
     model: torch.nn.Module
     tokenizer: object
     eos_ids: set[int]
@@ -40,7 +39,7 @@ class Policy:
     decoder: type = CachedDecoder  # or a slower one, without a KV cache
     stop_strings: object = None  # StopStrings, or None
     lora: bool = False  # whether adapters are trained, and the model itself is frozen
-    contexts: tuple = ()  # functions, called before sampling: each returns a context for it
+    contexts: list = ()  # functions, called before sampling: each returns a context for it
 
     def stream(self, prompts, *, seed, **settings):
         """Samples groups with the current weights; see sampler.stream_groups.
@@ -68,7 +67,7 @@ class Policy:
                 return
             yield group
 
-    def describe(self, c):
+    def describe(self):
         """Returns what samples, as a text."""
         return f"torch, {self.decoder.__name__}"
 

@@ -59,7 +59,7 @@ def recipe_of(c, task, tokenizer=None):
 # --- Preview --------------------------------------------------------------------------
 def preview(recipe, tokenizer, number):
     """Prints the first `number` prompts as the model sees them, and the rewards of an empty
-    completion and of the gold answer. Raises rewarded's errors; TaskError if gold() is wrong.
+    completion and of the gold answer. Raises set_rewards' errors; TaskError if gold() is wrong.
 
     The model may sample an empty completion: a reward function that fails on it would end the run
     hours later.
@@ -147,8 +147,8 @@ def make_policy(c, tokenizer):
     from grpo.models import check_context
 
     torch.manual_seed(c.SEED)  # adapters are initialized at random
-    more = c.STOP_TOKENS, c.LORA_RANK, c.STOP_STRINGS, c.BASE_BITS
-    policy = load_policy(c.MODEL, tokenizer, c.DTYPE, *more)
+    more = {"lora_rank": c.LORA_RANK, "stop_strings": c.STOP_STRINGS, "bits": c.BASE_BITS}
+    policy = load_policy(c.MODEL, tokenizer, c.DTYPE, c.STOP_TOKENS, **more)
     check_context(c, policy.model.config)
     stops = [*tokenizer.convert_ids_to_tokens(sorted(policy.eos_ids)), *map(repr, c.STOP_STRINGS)]
     say(f"completions end at {', '.join(stops)}")
@@ -182,8 +182,8 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_string
         from grpo.options.stop_strings import StopStrings
 
         stops = StopStrings(tokenizer, stop_strings)
-    more = dtype, NOISE[dtype], decoder_of(model), stops, bool(lora_rank), contexts
-    return Policy(name, model, tokenizer, eos_ids, vocab_size, *more)
+    more = NOISE[dtype], decoder_of(model), stops, lora_rank > 0, contexts
+    return Policy(model, tokenizer, eos_ids, vocab_size, dtype, *more)
 
 
 def loader_of(bits):

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from grpo.constants import ROOT, STOPPED
 from grpo.log import SPEAK_SECONDS, say
+from grpo.rollout import is_flat
 from grpo.run import PARTS
 from grpo.stop import stop
 
@@ -100,7 +101,7 @@ class RunFolder:
                 "completion": decode(sample.ids),
                 "rewards": sample.rewards,
                 "advantage": sample.advantage,
-                "flat": group.skipped,
+                "flat": is_flat(group),
                 "truncated": sample.truncated,
                 "sampler": group.sampler,
                 "policy_version": group.version,

@@ -1,6 +1,6 @@
 """Calls a task's reward functions with a time limit, and turns what they return into floats.
 
-    rewarded(recipe, group, begin_rewards(recipe, group))    # sets each sample's rewards and total
+    set_rewards(recipe, group, begin_rewards(recipe, group))    # of each sample, and its total
 
 A task returns a number, a bool, None (no reward), or a dict of them. A sample has a float for each
 name of REWARD_WEIGHTS, in that order; NaN is None, and so is what a call that takes too long gives.
@@ -47,21 +47,21 @@ def begin_rewards(recipe, group):
     return begin(recipe.c.REWARD_TIMEOUT_SECONDS, calls)
 
 
-def answers_of(recipe, group, begun):
+def results_of(recipe, group, begun):
     """Returns what the calls of a group return, None if one is too slow. TaskError if one fails."""
     seconds = recipe.c.REWARD_TIMEOUT_SECONDS
     what = f"the rewards of question {group.item.get('question', group.item)!r:.80}"
-    found = answers(seconds, what, begun)
-    late = [number for number, answer in enumerate(found) if isinstance(answer, TooSlow)]
-    for number, error in enumerate(found):
-        if isinstance(error, BaseException) and number not in late:
-            raise call_mistake(recipe, *begun[number][0], error) from error
+    found = results(seconds, what, begun)
+    late = [call for (call, _), got in zip(begun, found, strict=True) if isinstance(got, TooSlow)]
+    for (call, _), got in zip(begun, found, strict=True):
+        if isinstance(got, BaseException) and not isinstance(got, TooSlow):
+            raise call_mistake(recipe, *call, got) from got
     if late:
         say(
             f"REWARD_TIMEOUT_SECONDS: {what} took more than {seconds} s: {len(late)} of"
-            f" {len(begun)} calls count as None, from that of {begun[late[0]][0][2]!r:.200} on"
+            f" {len(begun)} calls count as None, from that of {late[0][2]!r:.200} on"
         )
-    return [None if number in late else answer for number, answer in enumerate(found)]
+    return [None if isinstance(got, TooSlow) else got for got in found]
 
 
 def call_mistake(recipe, function, item, seen, error):
@@ -74,7 +74,7 @@ def call_mistake(recipe, function, item, seen, error):
 
 
 # --- What is made of it -----------------------------------------------------------------
-def rewarded(recipe, group, begun):
+def set_rewards(recipe, group, begun):
     """Sets rewards and total of a group's samples, which already have their texts and the rewards
     of their environments. `begun` is the result of begin_rewards. Raises TaskError if the task
     fails (a bug, not a reward), or returns other rewards than REWARD_WEIGHTS names.
@@ -90,7 +90,7 @@ def reward_texts(recipe, item, texts):
     """Returns the rewards that sampled completions with these texts would get. If an environment
     rewards a completion, its turns are played again."""
     group = group_of(recipe, item, texts)
-    rewarded(recipe, group, begin_rewards(recipe, group))
+    set_rewards(recipe, group, begin_rewards(recipe, group))
     return [sample.rewards for sample in group.samples]
 
 
@@ -107,13 +107,13 @@ def group_of(recipe, item, texts):
 def values_of(recipe, group, begun):
     """Returns {name: what the task returned} for each sample. A group's None is one for each."""
     task, size = recipe.task, len(group.samples)
-    answers, columns = answers_of(recipe, group, begun), []
+    found, columns = results_of(recipe, group, begun), []
     if environment_rewards(task):
         columns.append([sample.environment for sample in group.samples])
     if hasattr(task, "rewards"):
-        columns.append(answers[:size])
+        columns.append(found[:size])
     if hasattr(task, "group_rewards"):
-        together = [None] * size if answers[-1] is None else answers[-1]
+        together = [None] * size if found[-1] is None else found[-1]
         is_list = hasattr(together, "__getitem__") and not isinstance(together, str | dict)
         if not is_list or len(together) != size:
             must = f"return a list of {size} rewards, or dicts of rewards: one for each text"
@@ -185,7 +185,7 @@ def begin(seconds, calls):
     return list(zip(calls, futures, strict=True))
 
 
-def answers(seconds, what, begun, *, shared=True):
+def results(seconds, what, begun, *, shared=True):
     """Returns what the calls return, in order, or the error that one has raised; TooSlow if it
     takes longer than `seconds`, which plain calls share unless `shared` is false. `begun` is
     begin's result."""
@@ -197,7 +197,7 @@ def answers(seconds, what, begun, *, shared=True):
                 if future:
                     found.append(future.result(max(0, end - began)))
                 else:
-                    found.append(answer(left if shared else seconds, what, call))
+                    found.append(call_plain(left if shared else seconds, what, call))
             except KeyboardInterrupt:  # the user's
                 raise
             except BaseException as error:  # noqa: BLE001 (of any kind)
@@ -207,7 +207,7 @@ def answers(seconds, what, begun, *, shared=True):
     return found
 
 
-def answer(seconds, what, call):
+def call_plain(seconds, what, call):
     """Returns what a plain call returns. Raises TooSlow."""
     if seconds <= 0:  # others have used them
         raise TooSlow(what, seconds)

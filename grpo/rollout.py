@@ -11,7 +11,7 @@ import math
 import random
 from collections import deque
 
-from grpo.rewards import begin_rewards, rewarded
+from grpo.rewards import begin_rewards, set_rewards
 from grpo.sample import Group, Prompt
 
 
@@ -35,7 +35,7 @@ def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.null
     """Yields a Group for each of `prompts`, in the order in which the groups end. `prompts` is read
     when there is room for another group. Rewards are computed, or awaited, within `with timed()`;
     sampling continues if other processes compute them. Raises the errors of stream_groups,
-    stream_turns and rewarded.
+    stream_turns and set_rewards.
     """
     stream, waiting = policy.stream, deque()  # waiting: (group, what begin_rewards has returned)
     if recipe.turns:
@@ -43,7 +43,7 @@ def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.null
 
     def finish(group, calls):
         with timed():
-            rewarded(recipe, group, calls)
+            set_rewards(recipe, group, calls)
         return group
 
     for question, samples in stream(

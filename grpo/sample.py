@@ -67,7 +67,7 @@ class Sample:
 class Group:
     """The completions of one prompt."""
 
-    index: int  # of the question in the task's training split
+    index: int  # of the question in the task's split
     item: dict | None  # the question, as the task's load() gave it
     prompt: list[int]  # ids
     samples: list[Sample]  # G
@@ -95,8 +95,9 @@ class Group:
 
 
 def keep_logps(batch, logps):
-    """Keeps the trainer's log-probs (N,) of a micro-batch's samples, after an update; those of the
-    first are the old ones of a rollout's next updates, unless the sampler's are."""
+    """Keeps the trainer's log-probs (N,) of a micro-batch's samples, after its forward pass. Those
+    of a rollout's first update are the old ones of the next, unless the sampler's are; after it
+    the samples are off-policy."""
     parts = logps.cpu().split([sample.length for sample in batch])
     for sample, part in zip(batch, parts, strict=True):
         sample.trainer_logps, sample.on_policy = part.tolist(), False

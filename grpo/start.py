@@ -70,7 +70,7 @@ def uses_of(c, policy, sampler, engine, reference):
         "ranks": dist.get_world_size(),
         "device": f"{device}, {training_threads()} CPU threads a rank",
         "dtype": policy.dtype + lora * bool(c.LORA_RANK),
-        "sampler": sampler.describe(c),
+        "sampler": sampler.describe(),
         "attention": "packed, in buckets" if model.packs else "each completion with its prompt",
         "loss": chunks if model.separable else "all logits at once",
         "reference": reference.what,

@@ -1,4 +1,4 @@
-"""Loads a task: checks its file, makes its prompts, and computes its rewards.
+"""Loads a task: checks its file, and makes its prompts (rewards.py computes its rewards).
 
 Trainer, workers, evaluate.py and `python -m tasks` use it. Everything that a task returns is
 checked: a TaskError names the file, the function, what it returned, and what it must return. Torch
@@ -97,10 +97,10 @@ class Recipe:
 
     c: object  # the Constants, or a changed copy of them (others)
     task: object  # the module tasks/NAME.py, or at a path
-    prompts: list = ()  # Questions of the training split
+    prompts: list = ()  # Questions: the training split's, in a run
     weights: dict | None = None  # {reward: weight}: REWARD_WEIGHTS, or the task's (resolved)
     outcome: str = ""  # the reward that decides correctness: OUTCOME, or the task's (resolved)
-    turns: object = None  # the module options/turns.py, if a completion may have several turns
+    turns: object = None  # the module options/turns/turns.py, if there may be several turns
     tools: list | None = None  # the schemas of TOOLS
     parse: object = None  # the tokenizer's parse_response, if it reads calls of TOOLS
 

@@ -19,7 +19,7 @@ import grpo_ref_split as trainer
 from grpo.constants import Constants
 from grpo.metrics import rollout_metrics
 from grpo.prepare import prepare
-from grpo.rewards import begin_rewards, group_of, rewarded
+from grpo.rewards import begin_rewards, group_of, set_rewards
 from grpo.stop import stop
 
 NAN = {"correctness": math.nan, "format": math.nan}
@@ -61,7 +61,7 @@ def test_plain_rewards_of_a_group_share_the_limit():
     recipe = recipe_with(lambda item, text: time.sleep(0.3) or {"correctness": 1, "format": 0})
     group = group_of(recipe, {}, ["a"] * 4)
     recipe = recipe.others(REWARD_TIMEOUT_SECONDS=0.7)
-    rewarded(recipe, group, begin_rewards(recipe, group))
+    set_rewards(recipe, group, begin_rewards(recipe, group))
     assert [math.isnan(s.total) for s in group.samples] == [False, False, True, True]
 
 

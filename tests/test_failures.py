@@ -118,7 +118,7 @@ def test_the_place_in_the_data_moves_with_the_first_update_on_a_rollout(alone, m
     monkeypatch.setattr(trainer, "update", lambda *_: next(made))
     with pytest.raises(StopIteration):
         bar = SimpleNamespace(show=lambda *_: None)
-        trainer.train_on(run, [], {"groups_sampled": 7}, [], 6, 99, bar)
+        trainer.train_on(run, bar, [], {"groups_sampled": 7}, [], 6)
     p = run.progress
     assert (p.step, p.prompts, p.groups) == (4, 40 + 6, 9 + 7)
 

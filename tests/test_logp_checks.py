@@ -30,8 +30,8 @@ def samples_of(sampler, prompts=PROMPTS, **constants):
     """-> the samples that an update trains."""
     recipe = a_recipe(task=TASK, **CONSTANTS | constants)
     groups = sampled(sampler, recipe, prompts)
-    trainer.set_advantages(recipe, groups)
-    return trainer.samples_to_train(recipe, groups, 0)
+    trainer.set_advantages(recipe.c, groups)
+    return trainer.samples_to_train(recipe.c, groups, 0)
 
 
 def updated(policy, samples, **constants):

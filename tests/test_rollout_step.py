@@ -161,7 +161,7 @@ def samples_of(folder, group, recipe):
     tokenizer = SimpleNamespace(decode=str)
     policy = SimpleNamespace(tokenizer=tokenizer)
     run = a_run(recipe, policy=policy)
-    trainer.set_advantages(recipe, [group])
+    trainer.set_advantages(recipe.c, [group])
     report.RunFolder(folder).log_samples(run, [group])
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
@@ -226,7 +226,7 @@ def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone):
     assert metrics["groups_sampled"] == 4 and metrics["frac_reward_zero_std"] == 1 / 4
     assert metrics["completions/mean_length"] == (3 + 4 + 4 + 4) / 7
     assert (metrics["staleness"], metrics["staleness_max"]) == (4 / 3, 2)
-    assert all(s.old_logps for s in trainer.samples_to_train(a_recipe(), groups, 3))
+    assert all(s.old_logps for s in trainer.samples_to_train(a_recipe().c, groups, 3))
 
 
 def test_each_ranks_reference_scores_a_share_of_the_workers_groups(alone, monkeypatch):

@@ -37,7 +37,7 @@ def random_policy(config, rank, folder=None):
         model, _ = load_model(str(folder), "bfloat16", config.vocab_size, loader_of(4))
     if rank:
         model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=ALL))
-    return Policy("random", model, None, {-1}, config.vocab_size, "bfloat16", 0.0)
+    return Policy(model, None, {-1}, config.vocab_size, "bfloat16", 0.0)
 
 
 CASES = [  # memory.MODELS' shape, prompt, completion, group, LoRA rank, bits, checkpointing

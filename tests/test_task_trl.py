@@ -8,7 +8,7 @@ import torch
 from fakes import a_recipe
 
 from grpo.rewards import begin_rewards, group_of
-from grpo.rewards import rewarded as reward
+from grpo.rewards import set_rewards as reward
 from tasks import trl
 
 CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+3?"}]

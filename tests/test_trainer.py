@@ -25,12 +25,12 @@ MIXED = [[1.0, -1.0], [-1.0, -1.0]]
 
 def rows_of(*groups, step=0, **constants):
     recipe = a_recipe(**constants)
-    trainer.set_advantages(recipe, groups)
-    return trainer.samples_to_train(recipe, groups, step)
+    trainer.set_advantages(recipe.c, groups)
+    return trainer.samples_to_train(recipe.c, groups, step)
 
 
 def advantages_of(group, **constants):
-    trainer.set_advantages(a_recipe(**constants), [group])
+    trainer.set_advantages(a_recipe(**constants).c, [group])
     return [sample.advantage for sample in group.samples]
 
 
@@ -80,14 +80,14 @@ def test_advantages_are_of_the_rewards_that_apply():
 
 def test_whose_log_probs_are_the_old_ones():
     """On-policy the first update's, which cost nothing; of another policy the sampler's."""
-    ours, old = a_group(MIXED, version=5), a_group(MIXED, version=4)
+    ours, old = a_group(MIXED, version=5), a_group(MIXED, version=4, sampler="a slow worker")
     theirs = a_group(MIXED, version=5, sampler="worker")
 
-    rows = trainer.samples_to_train(a_recipe(), [ours, ours], 5)
+    rows = trainer.samples_to_train(a_recipe().c, [ours, ours], 5)
     assert all(row.on_policy and row.old_logps is None and not row.ratio_cap for row in rows)
     for other in (old, theirs):
         for groups in ([ours, other], [other, ours]):
-            rows = trainer.samples_to_train(a_recipe(), groups, 5)
+            rows = trainer.samples_to_train(a_recipe().c, groups, 5)
             assert all(row.old_logps == row.logps and row.ratio_cap == 2.0 for row in rows)
             assert sum(row.on_policy for row in rows) == (2 if other is old else 4)
 

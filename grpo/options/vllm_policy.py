@@ -61,7 +61,7 @@ class VLLMPolicy:
         self.llm.apply_model(functools.partial(mask_padding, vocab_size=self.vocab_size))
         self._rest()
 
-    def describe(self, c):
+    def describe(self):
         import vllm
 
         return f"vLLM {vllm.__version__}"

@@ -117,7 +117,7 @@ def test_a_stream_leaves_the_model_as_it_is_trained(end, monkeypatch):
     prompts = itertools.starmap(Prompt, enumerate([[5, 6, 7], [8], [4, 9]]))
     settings = {"max_sequences": 4, "max_new_tokens": 5, "temperature": 1.0}
     how = {"lora": True, "contexts": [lambda: noted(model)]}
-    sampler = Policy("tiny", model, None, {500}, 110, "float32", 0.0, **how)
+    sampler = Policy(model, None, {500}, 110, "float32", 0.0, **how)
     groups = sampler.stream(prompts, seed=0, group_size=2, **settings)
     next(groups)
     assert_as_before(model, before)

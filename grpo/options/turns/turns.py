@@ -18,7 +18,7 @@ from grpo.log import say
 from grpo.models import stop_ids
 from grpo.options.turns.replies import bridge
 from grpo.options.turns.tools import Tools
-from grpo.rewards import answers, begin, environment_rewards
+from grpo.rewards import begin, environment_rewards, results
 from grpo.sample import Prompt, Question, Sample
 from grpo.task import opened_tag
 
@@ -178,7 +178,7 @@ def ask(recipe, chats, name, call_of, must, holds=lambda got: True, shared=False
         call = f"{name}({shown}) for {chats[number].question.item!r:.500}"
         return mistake(recipe.c.TASK, call, must, error=error, got=got)
 
-    found = answers(seconds, what, begin(seconds, calls), shared=shared)
+    found = results(seconds, what, begin(seconds, calls), shared=shared)
     for number, got in enumerate(found):
         if isinstance(got, TooSlow):
             say(

@@ -304,8 +304,8 @@ def test_the_tasks_tokens_are_not_trained_and_count_nowhere(group, policy, loss_
     pairs = zip(talk.logps, talk.is_model_token, strict=True)
     talk.logps = [p if of_model else math.nan for p, of_model in pairs]  # must not matter
     group.take_ref_logps(torch.full((len(group.ids),), -2.0))
-    trainer.set_advantages(recipe, [group])
-    rows = trainer.samples_to_train(recipe, [group], 0)
+    trainer.set_advantages(recipe.c, [group])
+    rows = trainer.samples_to_train(recipe.c, [group], 0)
     counts = [sample.length for sample in group.samples]
     tokens = {"grpo": [2 * n for n in counts], "dapo": [sum(counts)] * 2}[loss_type]
     assert [1 / row.weight for row in rows] == pytest.approx(tokens)
@@ -358,7 +358,7 @@ def test_samples_tell_turns_apart(group, alone, tmp_path, capsys, tokenizer):
         [(0, {"question": "?"}, [5])], REWARD_WEIGHTS={"reward": 1.0}, OUTCOME="reward"
     )
     run = a_run(recipe, policy=SimpleNamespace(tokenizer=tokenizer))
-    trainer.set_advantages(recipe, [group])
+    trainer.set_advantages(recipe.c, [group])
     report.RunFolder(tmp_path).log_samples(run, [group])
     lines = (tmp_path / "samples.jsonl").read_text().splitlines()
     best, worst = sorted(map(json.loads, lines), key=lambda line: "42" in line["completion"])
