@@ -25,7 +25,7 @@ from grpo.log import in_background
 from grpo.models import choose_dtype, has_bfloat16, own_device, stop_ids, vocab_size_of, whole_model
 from grpo.options.lora import adapters_off, merge_adapters
 from grpo.options.stop_strings import StopStrings
-from grpo.options.weights import check_shapes
+from grpo.options.worker_weights import check_shapes
 from grpo.policy import NOISE, TF32_NOISE, Policy
 from grpo.sample import Sample
 

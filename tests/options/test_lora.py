@@ -12,7 +12,7 @@ from fakes import move, tiny_policy
 from families import tiny_model
 
 from grpo.options.lora import MergedAdapters, add_adapters, merge_adapters
-from grpo.options.weights import load_weights, trained_weights
+from grpo.options.worker_weights import load_weights, trained_weights
 from grpo.policy import Policy
 from grpo.sample import Prompt
 

@@ -15,7 +15,7 @@ from grpo.checks import trainer_constants
 from grpo.logp_checks import check_sampler
 from grpo.options import vllm_policy
 from grpo.options.vllm_policy import VLLMPolicy
-from grpo.options.weights import load_weights
+from grpo.options.worker_weights import load_weights
 from grpo.prepare import load_policy
 from grpo.sample import Prompt, Sample
 

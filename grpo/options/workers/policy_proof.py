@@ -3,7 +3,7 @@
 import torch
 
 from grpo.forward import CompletionModel
-from grpo.options.weights import load_weights
+from grpo.options.worker_weights import load_weights
 from grpo.policy import NOISE, Policy, check_gap
 from grpo.reference import score_batch
 from grpo.sampler import sample_groups

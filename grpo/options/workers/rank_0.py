@@ -25,7 +25,7 @@ import torch
 
 from grpo.gate import Busy, Gate, listen, token_for
 from grpo.log import announced, in_background, say
-from grpo.options.weights import trained_weights
+from grpo.options.worker_weights import trained_weights
 from grpo.options.workers.policy_proof import proof_of, sample_proof
 from grpo.options.workers.shared_settings import settings_of
 from grpo.rewards import total_of

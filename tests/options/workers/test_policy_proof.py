@@ -6,7 +6,7 @@ import pytest
 import torch
 from fakes import PROMPTS, a_recipe, move, tiny_policy
 
-from grpo.options.weights import load_weights, trained_weights
+from grpo.options.worker_weights import load_weights, trained_weights
 from grpo.options.workers.policy_proof import check_proof, proof_of, sample_proof
 from grpo.policy import NOISE
 

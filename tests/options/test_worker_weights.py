@@ -4,7 +4,7 @@ import pytest
 import torch
 from families import tiny_model
 
-from grpo.options.weights import load_weights, trained_weights
+from grpo.options.worker_weights import load_weights, trained_weights
 
 
 def test_weights_that_do_not_fit_change_nothing():
