@@ -18,7 +18,7 @@ Per-token tensors are all (N,); float32, but ids int64.
 import torch
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
-OBJECTIVES = ("clip", "cispo")
+OBJECTIVES = ("clip", "cispo")  # grpo/checks.py names them, too
 MAX_LOG_RATIO = 80.0  # exp(80) = 5.5e34; a higher one leaves A and KL less of float32's 3.4e38
 
 

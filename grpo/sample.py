@@ -36,7 +36,7 @@ class Sample:
     logps: list[float]  # of each id, at the sampling temperature, from float32
     truncated: bool = False  # cut at the limit, and not ended by EOS or a stop string
     is_model_token: list[bool] | None = None  # False: the task added the id (turns); None: all True
-    text: str | list[str] | None = None  # as the task sees it; a list of turns: model, task, ...
+    text: str | list[str] | None = None  # as the task sees it, or its turns; None: a worker's
     tool_calls: tuple = (0, 0)  # of TOOLS: made, failed
     group: object = field(default=None, repr=False, compare=False)  # its Group
     environment: object = None  # what its environment returned as its rewards

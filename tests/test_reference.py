@@ -134,9 +134,9 @@ def remote(capsys):
     reference = make_reference(constants(TEMPERATURE=0.7), None, server)
     assert isinstance(reference, RemoteReference) and reference.info == server.info
     assert "a teacher, not MODEL: theirs" in capsys.readouterr().out
-    first = copy.deepcopy(GROUPS[0])
-    reference.ask(first)
-    while not server.asked:
+    reference.ask(first := copy.deepcopy(GROUPS[0]))
+    until = time.monotonic() + 10
+    while not server.asked and time.monotonic() < until:
         time.sleep(0.001)
     assert server.temperature == 0.7
     yield server, reference, first
