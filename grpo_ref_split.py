@@ -310,6 +310,7 @@ def update(run, samples, step):
         taken = take_step(run.engine, rate, c.SEED)  # collective
     # DeepSpeed's norm of a gradient that overflowed may also be -1
     finite = math.isfinite(metrics["loss"]) and 0 <= taken["grad_norm"] < math.inf
+    run.progress.checked |= finite
     return metrics | taken | {"learning_rate": rate, "skipped": int(not finite)}
 
 
@@ -354,7 +355,7 @@ def train_on(run, bar, groups, metrics, sampled, taken):
             once = metrics if number == 1 else {}  # the rollout's metrics are logged once
             run.folder.log("metrics.jsonl", {"step": p.step} | once | trained | run.laps[-1])
             bar.show(p.step, metrics | trained | run.laps[-1])
-            if len(run.laps) == 1:
+            if samples and len(run.laps) == 1:
                 give_hints(trained | run.laps[0])
         if not samples or trained.get("skipped"):
             from grpo.bad_step import log_bad_step

@@ -20,8 +20,8 @@ EVIDENCE = 200.0  # nats^2 of surprise (about 1000 tokens), below which TILT is 
 def check_logps(run, step, samples, metrics):
     """Collective: if a check of the update of step `step` fails, rank 0 writes its samples to a
     file, which the error names, and all ranks raise RunFailed."""
-    c, p, info = run.c, run.progress, run.reference.info
-    is_first = not p.checked and math.isfinite(metrics["loss"])
+    c, info = run.c, run.reference.info
+    is_first = not run.progress.checked and math.isfinite(metrics["loss"])
     try:
         with all_or_none():  # collective
             by_workers = any(sample.group.sampler != "trainer" for sample in samples)
@@ -36,7 +36,6 @@ def check_logps(run, step, samples, metrics):
         error.add_note(keep_evidence(run, step, samples, metrics, error))  # collective
         raise
     if is_first:
-        p.checked = True
         names = ["sampler_k3", "sampler_tilt", *["kl"] * (not is_teacher(info, c.MODEL))]
         found = ", ".join(f"{name} {metrics[name]:.1g}" for name in names if name in metrics)
         say(f"the log-probs of the first update agree: {found}")

@@ -23,7 +23,7 @@ from grpo.constants import fault_of
 from grpo.devices import accelerator, check_driver, is_out_of_memory, keep_freed_memory
 from grpo.log import announced, say
 
-OWN_CODE = "it has code of its own, which we never run: choose a model that transformers has"
+OWN_CODE = "has code of its own, which we never run: choose a model that transformers has"
 
 
 def load_tokenizer(name, constant="MODEL"):
@@ -35,7 +35,7 @@ def load_tokenizer(name, constant="MODEL"):
         with announced("the model hub"):
             return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        why = OWN_CODE if "trust_remote_code" in str(error) else error
+        why = f"it {OWN_CODE}" if "trust_remote_code" in str(error) else error
         raise SystemExit(
             f"{constant} = {name!r} can't be loaded from a folder or from the hub: {why}"
         ) from error
@@ -91,7 +91,7 @@ def whole_model(name, **options):
     try:
         model, info = AutoModelForCausalLM.from_pretrained(name, **options)
     except Exception as error:
-        why = "can't be loaded"
+        why = OWN_CODE if "trust_remote_code" in str(error) else "can't be loaded"
         if is_out_of_memory(error):
             why = "does not fit into memory (docs/memory.md has what fits, and what takes less)"
         raise SystemExit(f"the model {name!r} {why}: {error!r}") from error
@@ -171,7 +171,7 @@ def config_of(name):
         return AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config()
     except (OSError, ValueError) as error:  # an adapter has none: load_model refuses it
         if "trust_remote_code" in str(error):
-            raise SystemExit(f"the model {name!r} can't be loaded: {OWN_CODE}") from error
+            raise SystemExit(f"the model {name!r} can't be loaded: it {OWN_CODE}") from error
 
 
 def check_context(c, config=None, constant="MODEL"):
@@ -240,7 +240,7 @@ def stop_ids(name, tokenizer, stop_tokens, vocab_size=math.inf):
 def prompt_ids(tokenizer, messages, /, **options):
     """Returns the ids of a chat up to the start of the answer, or within it, if the last message is
     the assistant's. `options` are those of the chat template (CHAT_TEMPLATE)."""
-    goes_on = messages[-1]["role"] == "assistant"  # as in TRL
+    goes_on = options.get("continue_final_message", messages[-1]["role"] == "assistant")  # as TRL
     if not tokenizer.chat_template:  # GPT-2 and other plain models
         joined = "\n\n".join(message["content"] for message in messages)
         return without_eos(tokenizer, tokenizer(joined + "\n" * (not goes_on))["input_ids"])

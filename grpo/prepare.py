@@ -36,9 +36,9 @@ def prepare_task(c, *, split, shown, server=None):
     from grpo.models import load_tokenizer
 
     task, tokenizer = load_task(c.TASK), load_tokenizer(c.MODEL)
+    recipe = recipe_of(c, task, tokenizer)
     if server:
         server.check(c, tokenizer)
-    recipe = recipe_of(c, task, tokenizer)
     recipe = replace(recipe, prompts=load_split(recipe, split, tokenizer)).resolved()
     preview(recipe, tokenizer, shown)
     return tokenizer, recipe
