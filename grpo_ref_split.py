@@ -123,7 +123,7 @@ if __name__ == "__main__":  # reports a mistake before torch is imported
 import torch
 import torch.distributed as dist
 
-from grpo import checkpoint, chunked, ranks, resume, rollout
+from grpo import checkpoint, chunked, ranks, rehearsal, resume, rollout
 from grpo import loss as plain_loss
 from grpo.devices import out_of_memory_names
 from grpo.engine import cpu_threads, learning_rate, take_step
@@ -249,10 +249,9 @@ def batch_loss(c, hidden, head, ids, batch, vocab_size):
     settings = {"temperature": c.TEMPERATURE, "vocab_size": vocab_size, "entropy": True}
     logps, entropy = linear_logps(hidden, head, ids, **settings)
     sampler_logps = per_token([s.of_model(s.logps) for s in batch])
-    first = batch[0].old_logps is None  # in all samples of a step: this update's are the old ones
     loss, stats = plain_loss.policy_loss(
         logps,
-        None if first else per_token([s.old_logps for s in batch]),
+        None if batch[0].old_logps is None else per_token([s.old_logps for s in batch]),
         per_token([s.of_model(s.ref_logps) for s in batch]) if c.KL_BETA else None,
         per_token([s.advantage for s in batch]),
         per_token([s.weight for s in batch]),
@@ -392,9 +391,10 @@ def main(**given):
     ranks.join_ranks(c.WAIT_LIMIT_SECONDS)  # collective
     resume.check_shared(c.RUN_DIR)  # collective
     with resume.lock_run(c.RUN_DIR) if dist.get_rank() == 0 else contextlib.nullcontext():
-        run = start_run(c, tokenizer, recipe, questions, server, batch_loss)  # collective
+        run = start_run(c, tokenizer, recipe, questions, server)  # collective
         with stop.listening(), contextlib.closing(run):
             try:
+                rehearsal.rehearse(run, batch_loss)  # collective
                 asked = train(run)  # collective
             except ranks.RunFailed:
                 checkpoint.save_failed(run)  # collective

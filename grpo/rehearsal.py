@@ -17,10 +17,13 @@ from grpo.sample import Group, Sample
 from grpo.sampler import draw
 
 
-def rehearse(c, policy, engine, batch_loss, recipe, questions):
-    """Collective: raises SystemExit on all ranks if a batch does not fit one of them. `batch_loss`
-    is the trainer's function, `questions` are the evaluation's. Leaves no gradient."""
-    longest = max(len(question.ids) for question in [*recipe.prompts, *questions])
+def rehearse(run, batch_loss):
+    """Collective: raises SystemExit on all ranks if a batch does not fit one of them, unless the
+    run has made all STEPS. `batch_loss` is the trainer's function. Leaves no gradient."""
+    c, policy, engine, questions = run.c, run.policy, run.engine, run.questions
+    if run.progress.step >= c.STEPS:
+        return
+    longest = max(len(question.ids) for question in [*run.recipe.prompts, *questions])
     share = lambda number: -(-number // dist.get_world_size())  # of a rank
     rows = max(share(c.PROMPTS_PER_STEP) * c.GROUP_SIZE, share(len(questions)))
     # In the place of Adam's two averages, which DeepSpeed makes in its first step
@@ -30,7 +33,7 @@ def rehearse(c, policy, engine, batch_loss, recipe, questions):
     with announced("the rehearsal of the largest batches"):
         if c.SAMPLER == "torch":
             with all_or_none(), out_of_memory_names("SAMPLE_BATCH", c.SAMPLE_BATCH):  # collective
-                sample_longest(c, policy, min(c.SAMPLE_BATCH, rows), longest, recipe.turns)
+                sample_longest(c, policy, min(c.SAMPLE_BATCH, rows), longest, run.recipe.turns)
             release_memory()
         with cpu_threads(), out_of_memory_names("MICRO_BATCH_TOKENS", c.MICRO_BATCH_TOKENS):
             train_longest(c, policy, engine, batch_loss, longest)  # collective

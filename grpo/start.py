@@ -15,7 +15,6 @@ from grpo.log import announced, say
 from grpo.prepare import make_policy
 from grpo.ranks import all_or_none
 from grpo.reference import LocalReference, NoReference, copied, is_teacher
-from grpo.rehearsal import rehearse
 from grpo.report import RunFolder, as_json
 from grpo.resume import data_of, open_run
 from grpo.rollout import Order
@@ -99,9 +98,8 @@ def make_reporters(c, record, progress):
     return [REPORTERS[name](record, progress) for name in c.REPORT_TO]
 
 
-def start_run(c, tokenizer, recipe, questions, server, batch_loss):
-    """Collective: returns the Run, new or resumed. `server` is a ReferenceClient, or None;
-    `batch_loss` is the trainer's function, for the rehearsal."""
+def start_run(c, tokenizer, recipe, questions, server):
+    """Collective: returns the Run, new or resumed. `server` is a ReferenceClient, or None."""
     rank = dist.get_rank()
     say(f"curves and samples while it runs: python plot.py live {Path(c.RUN_DIR).parent}")
     policy = make_policy(c, tokenizer)
@@ -120,8 +118,6 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     say("; ".join(f"{name}: {what}" for name, what in uses.items()))
     progress = open_run(c, record, engine, data, uses)  # collective
     check_disk(c, policy.model)
-    if progress.step < c.STEPS:
-        rehearse(c, policy, engine, batch_loss, recipe, questions)  # collective
     workers = serve_workers(c, recipe, policy, progress)  # collective
     Path(c.RUN_DIR, STOPPED).unlink(missing_ok=True)  # of a run that resumes
     return Run(

@@ -5,7 +5,7 @@ import os
 import torch
 from tasks.even import messages, rewards  # noqa: F401
 
-from grpo import rehearsal, start
+from grpo import rehearsal
 from tasks import even
 
 FAULT = ""  # "no rehearsal", or a function of rehearsal.py
@@ -13,7 +13,7 @@ FAULT = ""  # "no rehearsal", or a function of rehearsal.py
 
 def load(split):
     if FAULT == "no rehearsal":
-        start.rehearse = lambda *_: None
+        rehearsal.rehearse = lambda *_: None
     elif FAULT and os.environ.get("RANK") == "1":
         setattr(rehearsal, FAULT, full)
     return even.load(split)
