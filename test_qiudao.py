@@ -70,7 +70,7 @@ def test_1_the_policy_gradient():
     词表有 150 000 个 id、序列有 500 个位置时，这个和谁也算不完。由 d p = p d log p，
     它化成期望 E[R_o d log p_o]，其中 d log p_o / d logit_j = [o = j] - p_j：采样、打分、相乘。
     注意 token 0：每次采到都被往上推，可它的梯度（期望）却是 0。
-    训练时：只有推力的均值是对的，所以每个 step 都要采样很多条回答。"""
+    训练时：只有推力的均值是对的，所以每一步都要采样很多条回答。"""
     logits, logp = policy()
     p = logp.exp()
     check("d E[R]", gradient(p @ R, logits), "[1/2 * (1 - 1), 1/4 * (2 - 1), 1/4 * (0 - 1)]")
@@ -94,8 +94,8 @@ def test_2_a_one_that_has_a_gradient():
     2. exp(logp - logp.detach()) 恒等于 1，梯度却是 logp 的梯度。
     `detach` 保留数值、切断反向传播：x * x 的斜率是 2x，而 x * x.detach() 只有 x。
     同理，exp(logp - c) 的梯度是 exp(logp - c) = 1 乘以 logp 的梯度；再乘以优势 A，就是第 1 课。
-    首次更新没有 old_logps，policy_loss 自己用 logp.detach()。少了 detach，概率比仍是 1，
-    却没有梯度。IS_CAP 的因子 exp(old_logp - sampler_logp) 也要 detach，否则它会补上这个梯度。
+    每批 rollout 第一次更新没有 old_logps，policy_loss 用 logp.detach()。少了 detach，概率比仍是 1，
+    却没有梯度。IS_CAP 的因子 exp(old_logp - sampler_logp) 也要 detach，否则丢掉的梯度会从它回来。
     训练时：漏写 detach 的话，grad_norm 为 0，之后 kl 也一直是 0。"""
     x = torch.tensor(3.0, requires_grad=True)
     check("d(x * x.detach())/dx", gradient(x * x.detach(), x), "1 * 3")
@@ -120,10 +120,10 @@ def test_3_the_loss_is_zero_and_the_model_learns():
     often as p says: it is minus the gradient of lesson 1, and an SGD step of rate 1 raises E[R].
     In a run: judge by reward and accuracy; a loss near 0 tells you nothing.
     ---
-    3. 首次 loss 是 0，模型却在学。
-    首次更新时 r = 1，不计 KL，loss 就是 -sum w A。LOSS_TYPE 为 "grpo" 时每条的 sum w 都是 1/G，
+    3. 第一次的 loss 是 0，模型却在学。
+    第一次更新时 r = 1，不计 KL，loss 就是 -sum w A。LOSS_TYPE 为 "grpo" 时每条的 sum w 都是 1/G，
     而组内优势之和为 0：不论模型好坏，loss 都是 0。梯度 -sum w A d logp 里则不抵消。
-    下面这组里各 token 的次数恰好符合 p：梯度是第 1 课的相反数，走一步 SGD，E[R] 上升。
+    下面这组里各 token 的次数恰好符合 p：梯度是第 1 课的相反数，以学习率 1 走一步 SGD，E[R] 上升。
     训练时：看奖励和准确率；loss 接近 0 说明不了什么。"""
     logits, logp = policy()
     group, T = torch.tensor([0, 0, 1, 2]), torch.tensor([1, 1, 1, 1])
@@ -206,11 +206,11 @@ def test_6_the_second_update():
     E[R], token 0 is not pushed; but its R = 1 is now below the mean.
     In a run: UPDATES_PER_ROLLOUT > 1 and workers rely on r; far from 1 it is noisy.
     ---
-    6. 有了概率比，旧策略的样本就像新策略采样的一样算数。
+    6. 乘上概率比，旧策略的样本就相当于新策略采出来的样本。
     旧策略以 q = (1/2, 1/4, 1/4) 采样；一次更新后成了 p = (9/20, 3/10, 1/4)，E[R] = 1.05。
     下次更新仍用这些样本，各乘以 r = p / q。因为 d r = r d log p，q r = p，
     所以平均推力 sum q r (R - b) d log p 就是第 1 课在 p 处的梯度，b 可任取。
-    （回答较长时，r 修正每个 token，但不修正它前面的 token。）没有 r，平均推力则是：
+    （回答较长时，r 只修正当前 token 的概率，不修正前文的概率。）没有 r，平均推力则是：
     sum q (R - b) d log p = q_j (R_j - b) - p_j (1 - b)，它依赖 b。
     取旧的 E[R]，即 b = 1，token 0 就不受推力；可它的 R = 1 如今已低于均值。
     训练时：UPDATES_PER_ROLLOUT > 1 或用 worker 时，全靠 r；r 离 1 远了，噪声就大。"""
@@ -236,7 +236,7 @@ def test_7_clipping_stops_what_has_gone_far_enough():
     smaller for a good token that became rarer, larger, without bound, for a bad one, likelier now.
     In a run: by default r is 1 and nothing is clipped; a second update or workers change that.
     ---
-    7. 裁剪只对沿 A 的方向已经走得够远的 token 停止推动，别的照推。
+    7. 裁剪只让沿 A 的方向已经走得够远的 token 不再受推动，别的 token 照推不误。
     目标是 min(r A, clip(r, 0.8, 1.28) A)，上限取自 DAPO。clip(r) A 较小时它是常数，梯度为 0：
     A > 0 时在 1 + CLIP_HIGH 以上，A < 0 时在 1 - CLIP_LOW 以下。另外两头，因为 d r = r d logp，
     斜率仍是 r A：好 token 概率变小了，斜率也小；坏 token 概率变大了，斜率也大，没有上界。
@@ -335,10 +335,10 @@ def test_10_accumulation():
     parts add up, however it is cut. -d loss by hand: sum w A ([o = j] - p_j).
     In a run: MICRO_BATCH_TOKENS and the number of GPUs do not change the gradient.
     ---
-    10. micro-batch 均值的均值不是均值：先数清整个 step，之后只做加法。
+    10. micro-batch 均值的均值不是均值：先数清整个一步，之后只做加法。
     三条回答有 1、1、4 个 token，A = 1、0、-1；"dapo" 要求 w = 1/6。切成 {1 1} 和 {4}，
     各求均值再平均，w 成了 1/2/2 和 1/4/2；切成 {1 4} 和 {1}，又成了 1/5/2 和 1/1/2。
-    除以整个 step 的计数，怎么切都一样。手算：-d loss = sum w A ([o = j] - p_j)。
+    除以整个一步的计数，怎么切都一样。手算：-d loss = sum w A ([o = j] - p_j)。
     训练时：MICRO_BATCH_TOKENS 和 GPU 的数目不改变梯度。"""
     logits, logp = policy()
     T, ids, A = torch.tensor([1, 1, 4]), torch.tensor([1, 0, 2]), torch.tensor([1, 0, -1])
