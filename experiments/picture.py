@@ -23,8 +23,8 @@ FOLDER = Path(__file__).parents[1] / "docs"
 
 # --- One group --------------------------------------------------------------------------
 SHOWN = 4  # answers
-ANSWERS = "four of its eight answers"
-TITLES = ("a question", ANSWERS, "correctness", "format", "advantage")
+REWARDS = (f"{weight:g} × {name}" for name, weight in REWARD_WEIGHTS.items())
+TITLES = ("a question", "four of its eight answers", *REWARDS, "advantage")
 COLUMNS = (9.5, 42, 66.5, 76, 84.5)  # where they stand
 
 
@@ -69,17 +69,17 @@ def draw_loop(samples):
     back = {"arrowstyle": "->", "color": "tab:blue", "lw": 1.5}
     ax.plot([COLUMNS[-1], COLUMNS[-1], COLUMNS[0]], [-2, -12, -12], color="tab:blue", lw=1.5)
     ax.annotate("", (COLUMNS[0], 20), (COLUMNS[0], -13), arrowprops=back)
-    note = "the update makes better answers more likely and worse ones less likely; then repeat"
+    note = "the update makes the model give better answers more often; then repeat"
     ax.text(48, -21, note, ha="center", color="tab:blue", fontsize=9)
     figure.savefig(FOLDER / "loop.png", dpi=110)
 
 
 # --- Runs -------------------------------------------------------------------------------
 STYLES = {  # by the end of a folder's name: color, what its labels begin with, questions
-    "shuffled": ("tab:gray", "control, rewards shuffled: ", "{} unseen"),
-    "calculator": ("tab:orange", "calculator: ", "300 unseen"),
+    "shuffled": ("tab:gray", "control, shuffled, one seed: ", "{} held-out"),
+    "calculator": ("tab:orange", "calculator: ", "300 held-out"),
     "guess": ("tab:green", "guess: ", "all 7"),
-    "": ("tab:blue", "", "{} unseen"),
+    "": ("tab:blue", "", "{} held-out"),
 }
 CURVES = {  # metric: label and style
     "eval_accuracy": ("greedy, {} questions", {"marker": "o", "linewidth": 1.6}),
