@@ -27,7 +27,6 @@ CASES = {
     "high_kl": Case({"KL_BETA": 1.0}),
     "hacked": Case(HACKABLE),
     "format": Case(FORMAT),
-    "pairs": Case({"GROUP_SIZE": 2, "PROMPTS_PER_STEP": 64}),
     "shuffled": Case({"TASK": "shuffled"}),
     "short": Case({"MAX_COMPLETION_TOKENS": 10, "MASK_TRUNCATED": True}),
 }
