@@ -83,11 +83,15 @@ def plain_logps(model, prompt, completion, temperature):
     return log_probs[torch.arange(len(completion)), torch.tensor(completion)]
 
 
-def sample(model, prompts, seed=0, **changes):
+def settings_for(model, seed=0, **changes):
+    """-> what stream_groups and sample_groups take beside the prompts."""
     settings = {"group_size": 3, "max_new_tokens": 12, "temperature": 1.0, "eos_ids": EOS}
     settings |= {"vocab_size": VOCAB, "generator": torch.Generator().manual_seed(seed)}
-    settings["decoder"] = decoder_of(model)
-    return sample_groups(model, prompts, **(settings | changes))
+    return settings | {"decoder": decoder_of(model)} | changes
+
+
+def sample(model, prompts, seed=0, **changes):
+    return sample_groups(model, prompts, **settings_for(model, seed, **changes))
 
 
 def assert_well_formed(groups, prompts=4, group_size=3, max_new_tokens=12, eos_ids=EOS):

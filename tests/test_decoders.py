@@ -1,7 +1,6 @@
 """Which models have a decoder with a cache; other shapes and positions that a model can't leave."""
 
 import pytest
-import torch
 from families import (
     DYNAMIC,
     FAMILIES,
@@ -12,6 +11,7 @@ from families import (
     WIDE,
     assert_plain_logps,
     sample,
+    settings_for,
     tiny_model,
 )
 from peft import LoraConfig
@@ -60,8 +60,7 @@ def test_an_ended_sequence_does_not_leave_the_models_positions(family, model_of)
     """One of few tokens that begins late in the table stays in the batch of longer ones."""
     model, long = model_of(family), [5 + i % 90 for i in range(60)]
     asked = [Prompt("late", long, 4), *(Prompt(i, [7 + i] * 9, 55) for i in range(9))]
-    settings = {"group_size": 1, "max_sequences": 16, "max_new_tokens": 55, "temperature": 1.0}
-    settings |= {"eos_ids": {500}, "vocab_size": 110, "generator": torch.Generator().manual_seed(0)}
-    groups = dict(stream_groups(model, iter(asked), **settings, decoder=decoder_of(model)))
+    own = {"group_size": 1, "max_sequences": 16, "max_new_tokens": 55, "eos_ids": {500}}
+    groups = dict(stream_groups(model, iter(asked), **settings_for(model, **own)))
     assert {key: len(c.ids) for key, (c,) in groups.items()} == {p.key: p.limit for p in asked}
     assert_plain_logps(model, [p.ids for p in asked], [groups[p.key] for p in asked])

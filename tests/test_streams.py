@@ -4,20 +4,17 @@ import gc
 import itertools
 
 import pytest
-import torch
 import transformers
 from families import (
-    EOS,
     MANY,
-    VOCAB,
     Shapes,
     assert_plain_logps,
     assert_well_formed,
     sample,
+    settings_for,
 )
 
 from grpo.options.plain_decoder import PlainDecoder
-from grpo.prepare import decoder_of
 from grpo.sample import Prompt
 from grpo.sampler import CachedDecoder, stream_groups
 
@@ -41,9 +38,7 @@ def test_prompts_may_have_a_limit_of_their_own(family, model_of):
     """A later turn may have few tokens left."""
     model = model_of(family)
     asked = [Prompt(i, ids, 2 + i) for i, ids in enumerate(MANY)]
-    settings = {"group_size": 2, "max_sequences": 7, "max_new_tokens": 12}
-    settings |= {"temperature": 1.0, "eos_ids": EOS, "vocab_size": VOCAB}
-    settings |= {"generator": torch.Generator().manual_seed(0), "decoder": decoder_of(model)}
+    settings = settings_for(model, group_size=2, max_sequences=7)
     found = [[] for _ in asked]
     for key, group in stream_groups(model, iter(asked), **settings):
         found[key] += group
@@ -54,41 +49,26 @@ def test_prompts_may_have_a_limit_of_their_own(family, model_of):
     assert sum(c.truncated for group in found for c in group) > 3
 
 
-class Desk:
-    """Gives prompts to a stream, and notes which began and ended when."""
-
-    def __init__(self):
-        self.events = []
-
-    def prompts(self):
-        for prompt in itertools.starmap(Prompt, enumerate(MANY)):
-            self.events.append(("begins", prompt.key))
-            yield prompt
-
-    def run(self, model):
-        settings = {"group_size": 3, "max_sequences": 7, "max_new_tokens": 12, "temperature": 1.0}
-        settings |= {"eos_ids": EOS, "vocab_size": VOCAB}
-        settings |= {"generator": torch.Generator().manual_seed(0), "decoder": decoder_of(model)}
-        for key, group in stream_groups(model, self.prompts(), **settings):
-            self.events.append(("ended", key))
-            yield key, group
-
-
 @pytest.mark.parametrize("family", ["qwen2", "mamba", "mistral"])
 def test_a_group_comes_as_soon_as_it_has_ended_and_a_wave_begins_after_the_last(family, model_of):
-    desk, lengths = Desk(), {}
-    with Shapes(model_of(family)) as shapes:
-        for key, group in desk.run(model_of(family)):
+    model, begun, ended, lengths = model_of(family), [], [], {}
+
+    def prompts():
+        for prompt in itertools.starmap(Prompt, enumerate(MANY)):
+            begun.append(prompt.key)
+            yield prompt
+
+    with Shapes(model) as shapes:
+        for key, group in stream_groups(model, prompts(), **settings_for(model, max_sequences=7)):
+            ended.append(key)
             lengths[key] = max(len(c.ids) for c in group)
     assert max(rows for rows, _ in shapes) == 6  # two groups of three, of seven places
     waves = [(0, 1), (2, 3), (4, 5), (6, 7), (8,)]
-    ended = [key for what, key in desk.events if what == "ended"]
     for wave in waves:
         assert sorted(ended[: len(wave)]) == list(wave)
         first, last = ended[0], ended[len(wave) - 1]
         assert lengths[first] <= lengths[last]
         ended = ended[len(wave) :]
-    begun = [key for what, key in desk.events if what == "begins"]
     assert begun == list(range(9))
 
 
