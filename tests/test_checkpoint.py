@@ -29,13 +29,8 @@ from grpo.sample import Question
 
 RUN = {  # the constants that checkpoints look at
     "MODEL": "a", "LORA_RANK": 0, "BASE_BITS": 16, "DTYPE": "auto", "TASK": "t", "STEPS": 5,
-    "MAX_GRAD_NORM": 1.0,
-    "WEIGHT_DECAY": 0.0, "KEEP_CHECKPOINTS": 2,
-    "REF_SERVER": None, "KL_BETA": 0.04, "EVAL_QUESTIONS": 9, "EVAL_SPLIT": "test",
-    "STOP_STRINGS": [], "OUTCOME": "correctness",
-    "WARMUP_STEPS": 0, "FINAL_LR": 1.0,
-    "MAX_COMPLETION_TOKENS": 9, "LEARNING_RATE": 1e-6, "CHAT_TEMPLATE": {}, "SAVE_STEPS": 1,
-    "SEED": 0,
+    "MAX_GRAD_NORM": 1.0, "WEIGHT_DECAY": 0.0, "SEED": 0, "SAVE_STEPS": 1, "KEEP_CHECKPOINTS": 2,
+    "EVAL_QUESTIONS": 9, "EVAL_SPLIT": "test", "OUTCOME": "correctness",
 }  # fmt: skip
 
 
@@ -371,24 +366,6 @@ def test_another_number_of_ranks_is_refused(tmp_path, ranks, monkeypatch):
         assert re.search(
             "saved by 2 ranks: start as many .* not 3, .*MODEL = '.*step_000003'", text
         ), text
-
-
-@pytest.mark.parametrize("ranks", [2], indirect=True)
-def test_a_rank_that_can_not_write_leaves_nothing_of_a_checkpoint(tmp_path, ranks, monkeypatch):
-    write = checkpoint.write_optimizer
-
-    def full(run, draft):
-        if dist.get_rank() == 1:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(run, draft)
-
-    def fails(_):
-        with pytest.raises(RunFailed):
-            save(tmp_path, 3)
-
-    monkeypatch.setattr(checkpoint, "write_optimizer", full)
-    ranks.each(fails, [None] * 2)
-    assert names_in(tmp_path) == [] and not (tmp_path / ".unfinished").exists()
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path, alone):
