@@ -22,6 +22,7 @@ from fakes import (
     prompts_of,
     totalled,
 )
+from rank_threads import Ranks
 
 import grpo_ref_split as trainer
 from grpo import metrics as metrics_module
@@ -76,17 +77,14 @@ def test_a_steps_groups_are_those_that_are_not_flat_and_its_metrics_are_of_all(a
     formats = (4 * -2 + 2.5) / 10
     assert metrics["rewards/format/mean"] == pytest.approx(formats)
     assert metrics["reward"] == pytest.approx(2 * (4 - 6) / 10 + formats)
+    # With n - 1. That of the total is the mean over groups; TRL's, since 0.27, is over completions
+    assert metrics["reward_std"] == pytest.approx(fmean([stdev([1, -3])] * 4 + [0]))
+    assert metrics["rewards/format/std"] == pytest.approx(stdev([-1] * 8 + [1.25] * 2))
     assert "staleness" not in metrics and metrics["epoch"] == 5 / 10
 
-
-def test_spread_is_of_groups_for_the_total_and_of_completions_for_a_reward(alone):
-    """With n - 1. reward_std is the mean over groups; TRL's, since 0.27, is over completions."""
-    _, metrics, _ = take_step([MIXED, ALL_WRONG, MIXED, MIXED])
-    of_groups = [stdev([1, -3])] * 3 + [0]
-    assert metrics["reward_std"] == pytest.approx(fmean(of_groups))
-    formats = [-1] * 6 + [1.25, 1.25]
-    assert metrics["rewards/format/std"] == pytest.approx(stdev(formats))
-    assert metrics["frac_reward_zero_std"] == 1 / 4
+    groups, metrics, _ = take_step(outcomes, SKIP_FLAT_GROUPS=False)
+    assert [g.index for g in groups] == [0, 1, 2, 3, 4]
+    assert metrics["frac_reward_zero_std"] == 1 / 5
 
 
 def test_a_reward_that_does_not_apply_is_in_no_mean(alone):
@@ -105,33 +103,20 @@ def metrics_of(recipe, group):
     return metrics_module.rollout_metrics(a_run(recipe), [totalled(recipe, group)], 0)
 
 
-@pytest.mark.parametrize("skip, trained", [(False, [0, 1, 2, 3]), (True, [0, 2, 3])])
-def test_flat_groups_are_trained_when_asked(alone, skip, trained):
-    """As in TRL, a group that differs in format alone is trained."""
-    equal = [(1.0, -1.0), (-1.0, 3.0)]  # 2 x correctness + format
-    wrong, right = ([(outcome, 1.25), (outcome, -1.0)] for outcome in (-1.0, 1.0))
-    groups, metrics, _ = take_step([wrong, equal, right, MIXED], SKIP_FLAT_GROUPS=skip)
-    assert [g.index for g in groups] == trained
-    assert metrics["frac_reward_zero_std"] == 1 / 4
-
-
-def test_ranks_share_the_prompts_of_a_step(alone, monkeypatch):
+def test_ranks_share_the_prompts_of_a_step(monkeypatch):
     """10 prompts on 4 ranks: 3, 3, 2 and 2; seeds differ."""
-    monkeypatch.setattr(trainer.dist, "get_world_size", lambda: 4)
-    counts, seeds, ids = [], set(), set()
-    for rank, step in [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)]:
+    counts, seeds, ids = [[0] * 4, [0] * 4], set(), set()
 
-        def gather(everyone, mine):
-            everyone[:] = [mine, *(type(mine)() for _ in range(3))]  # 0, or []
+    def steps(rank):
+        for step in (0, 1):
+            engine = FakeEngine()
+            groups, *_ = take_step([MIXED] * 10, step=step, engine=engine)
+            counts[step][rank] = sum(engine.asked)
+            seeds.add(engine.settings["seed"])
+            ids.update(group.id for group in groups)
 
-        monkeypatch.setattr(trainer.dist, "get_rank", lambda rank=rank: rank)
-        monkeypatch.setattr(trainer.dist, "all_gather_object", gather)
-        engine = FakeEngine()
-        groups, *_ = take_step([MIXED] * 10, step=step, engine=engine)
-        counts.append(len(groups))
-        seeds.add(engine.settings["seed"])
-        ids |= {g.id for g in groups}
-    assert counts == [3, 3, 2, 2, 3] and len(seeds) == 5 and len(ids) == sum(counts)
+    Ranks(monkeypatch, 4).run(steps)
+    assert counts == [[3, 3, 2, 2]] * 2 and len(seeds) == 8 and len(ids) == 20
 
 
 def test_the_references_log_probs_come_with_the_groups_that_are_trained(alone, tmp_path):
@@ -229,24 +214,18 @@ def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone):
     assert all(s.old_logps for s in trainer.samples_to_train(a_recipe().c, groups, 3))
 
 
-def test_each_ranks_reference_scores_a_share_of_the_workers_groups(alone, monkeypatch):
+def test_each_ranks_reference_scores_a_share_of_the_workers_groups(monkeypatch):
     """A worker sends to rank 0; a local reference there would score while the others wait."""
-    groups, shares = a_workers(4, version=0), []
     constants = {"PUBLISH_STEPS": 1, "PROMPTS_PER_STEP": 4}
-    monkeypatch.setattr(trainer.dist, "get_world_size", lambda: 2)
-    for rank in (0, 1):
+    workers = Arrived(*a_workers(4), **constants)
+    workers.skipped.clear()
 
-        def gather(everyone, mine, rank=rank):  # what rank 0 has, and this rank's
-            of_groups = isinstance(mine, list) and (not mine or mine[0].index >= 90)
-            everyone[:] = [groups if of_groups else mine, [] if of_groups else type(mine)()]
+    def asked(rank):
+        reference, own = Reference(), None if rank else workers
+        take_step([], reference=reference, workers=own, **constants)
+        return reference.asked
 
-        monkeypatch.setattr(trainer.dist, "get_rank", lambda rank=rank: rank)
-        monkeypatch.setattr(trainer.dist, "all_gather_object", gather)
-        workers = Arrived(*groups, **constants) if rank == 0 else None
-        reference = Reference()
-        take_step([], step=0, reference=reference, workers=workers, **constants)
-        shares.append(reference.asked)
-    assert shares == [[90, 92], [91, 93]]
+    assert Ranks(monkeypatch, 2).run(asked) == [[90, 92], [91, 93]]
 
 
 def test_a_step_whose_groups_workers_have_all_sent_samples_none(alone):
