@@ -10,6 +10,8 @@ from transformers import AutoTokenizer
 
 import grpo_ref_split as trainer
 from grpo.constants import Constants
+from grpo.forward import CompletionModel
+from grpo.metrics import TokenStats
 from grpo.options.workers.policy_proof import SharedPolicy
 from grpo.prepare import load_policy, recipe_of
 from grpo.rewards import total_of
@@ -38,7 +40,6 @@ def totalled(recipe, group):
 
 
 NAMES = {"correctness": 2.0, "format": 1.0}
-GSIZE = 2  # of the groups of a FakeEngine
 MIXED = [(1.0, -1.0), (-1.0, -1.0)]
 ALL_WRONG = [(-1.0, 1.25), (-1.0, 1.25)]
 ALL_RIGHT = [(1.0, 1.25), (1.0, 1.25)]
@@ -48,7 +49,7 @@ CONSTANTS = {  # of a small run
     "MODEL": "tiny",
     "TASK": "fake",
     "PROMPTS_PER_STEP": 3,
-    "GROUP_SIZE": GSIZE,
+    "GROUP_SIZE": 2,  # as FakeEngine samples
     "SAMPLE_BATCH": 64,
     "MICRO_BATCH_TOKENS": 24,
     "MAX_PROMPT_TOKENS": 20,
@@ -124,6 +125,20 @@ def sampled(engine, recipe, prompts, **changes):
     return list(sampled_and_rewarded(engine, recipe, questions, **{"seed": 0} | changes))
 
 
+def loss_of(policy, samples, **constants):
+    """-> batch_loss's (loss, stats) of a micro-batch."""
+    model, c = CompletionModel(policy.model), a_recipe(**constants).c
+    hidden, ids = model([s.group.prompt for s in samples], [s.ids for s in samples])
+    return trainer.batch_loss(c, hidden, model.head, ids, samples, policy.vocab_size)
+
+
+def means_of(loss, stats):
+    """-> the metrics of one rank's only micro-batch."""
+    totals = TokenStats("cpu")
+    totals.add(loss, stats)
+    return totals.over_ranks()
+
+
 PROMPTS = [Question(0, {}, [5, 6, 7, 8]), Question(1, {}, [40, 41, 42, 43, 44, 45])]
 
 
@@ -133,6 +148,11 @@ def tiny_policy(tiny, dtype="float32", drift=0.0, **changes):
     policy = SharedPolicy(**vars(policy))
     move(policy.model, drift)
     return policy
+
+
+def own_logps(policy, group):
+    """-> the policy's log-probs of a group, sequence by sequence."""
+    return torch.tensor([p for s in group.samples for p in policy.logps(s.group.prompt, s.ids)])
 
 
 @torch.no_grad()

@@ -7,14 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 from documents import TEXT
-from fakes import a_recipe, move, sampled, tiny_policy
+from fakes import a_recipe, loss_of, means_of, move, sampled, tiny_policy
 from rank_threads import Ranks
 
 import grpo_ref_split as trainer
 from grpo.bad_step import skip_step
 from grpo.forward import CompletionModel
 from grpo.logp_checks import check_logps
-from grpo.metrics import TokenStats
 from grpo.ranks import RunFailed
 from grpo.report import RunFolder
 from grpo.run import Progress
@@ -36,13 +35,9 @@ def samples_of(sampler, prompts=PROMPTS, **constants):
 
 def updated(policy, samples, **constants):
     """-> the metrics of a forward pass of one rank, which keeps its log-probs."""
-    model, c = CompletionModel(policy.model), a_recipe(**CONSTANTS | constants).c
-    hidden, ids = model([s.group.prompt for s in samples], [s.ids for s in samples])
-    loss, stats = trainer.batch_loss(c, hidden, model.head, ids, samples, policy.vocab_size)
-    means = TokenStats("cpu")
-    means.add(loss, stats)
+    loss, stats = loss_of(policy, samples, **CONSTANTS | constants)
     keep_logps(samples, stats["logps"])
-    return means.over_ranks()
+    return means_of(loss, stats)
 
 
 def a_run(policy, folder, **constants):

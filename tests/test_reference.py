@@ -7,14 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import a_group, move, tiny_policy
+from fakes import a_group, move, own_logps, tiny_policy
 
 from grpo import remote as remote_module
 from grpo.client import Refused
 from grpo.logp_checks import check_reference
-from grpo.reference import (
-    NoReference,
-)
+from grpo.reference import NoReference
 from grpo.remote import RemoteReference
 from grpo.start import make_reference
 
@@ -38,10 +36,6 @@ def groups_of(*lengths):
 
 
 GROUPS = groups_of((3, 1), (2, 7), (4,))
-
-
-def own_logps(policy, group):
-    return torch.tensor([p for s in group.samples for p in policy.logps(s.group.prompt, s.ids)])
 
 
 def gap(reference, policy):

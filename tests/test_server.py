@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import requests
 import torch
-from fakes import tiny_policy
+from fakes import own_logps, tiny_policy
 from helpers import LIMITS, VOCAB, call, make_group, refused
 from processes import PATIENCE, command_of, start
 
@@ -85,17 +85,12 @@ def reference(tiny):
     return Reference(ref_server.server_constants({"MODEL": str(tiny), "SCORE_BATCH_TOKENS": 40}))
 
 
-def expected(policy, group):
-    """-> the policy's log-probs of a group, sequence by sequence."""
-    return torch.tensor([p for s in group.samples for p in policy.logps(s.group.prompt, s.ids)])
-
-
 def test_scores_are_the_models_own_log_probs(reference, tiny):
     """Whatever is scored together: in float32 by rounding alone, 1e-5 at most."""
     policy, last = tiny_policy(tiny), make_group((20, 2), seed=7)
     groups = [make_group((3, 1, 9), seed=i, prompt=5 - i) for i in (0, 3)]
     for own in (groups, [last]):
-        right = torch.cat([expected(policy, group) for group in own])
+        right = torch.cat([own_logps(policy, group) for group in own])
         assert torch.allclose(reference.score(tensors_of(*own), 1.0), right, atol=2e-5)
     facts = facts_of(policy.tokenizer)
     assert reference.info == facts | {
@@ -123,7 +118,7 @@ def test_a_batch_that_does_not_fit_is_halved(reference, tiny, monkeypatch):
     most, group = 1, make_group((3, 1, 2, 4))
     logps = reference.score(tensors_of(group), 1.0)
     assert sorted(sizes) == [1, 1, 1, 1, 2, 2, 4]
-    assert torch.allclose(logps, expected(tiny_policy(tiny), group), atol=2e-5)
+    assert torch.allclose(logps, own_logps(tiny_policy(tiny), group), atol=2e-5)
     most = 0
     with pytest.raises(RuntimeError, match="OutOfMemoryError"):
         reference.score(tensors_of(group), 1.0)

@@ -7,13 +7,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import a_group, a_recipe, a_run, move, sampled, tiny_policy, totalled
+from fakes import (
+    a_group,
+    a_recipe,
+    a_run,
+    loss_of,
+    means_of,
+    move,
+    sampled,
+    tiny_policy,
+    totalled,
+)
 
 import grpo_ref_split as trainer
 from grpo import checkpoint, engine, logp_checks
-from grpo.forward import CompletionModel
 from grpo.logp_checks import TILT, check_reference, check_sampler
-from grpo.metrics import TokenStats
 from grpo.policy import NOISE
 from grpo.rollout import skip_if_flat
 from grpo.run import Progress
@@ -116,31 +124,22 @@ GOOD = {"loss": 0.0, "sampler_k3": 1e-13, "sampler_tilt": 1e-6}
 SAME = {"model": "ours", "dtype": "float32"}
 
 
-@pytest.mark.parametrize("metrics, dtype, error", [
-    (GOOD, "float32", None),
-    (GOOD | {"sampler_k3": 1e-5}, "float32", "trainer and sampler"),
-    (GOOD | {"sampler_k3": math.nan}, "float32", "trainer and sampler"),
-    (GOOD | {"sampler_k3": math.nan, "loss": math.nan}, "float32", None),  # it will be skipped
-    (GOOD | {"sampler_tilt": -0.05}, "bfloat16", "0.950 times"),
-    ({"loss": 0.0}, "float32", None),  # of a rollout's later updates
-    ({"loss": 0.0, "sampler_k3": 3.5e-3}, "bfloat16", None),
+@pytest.mark.parametrize("metrics, dtype, options, error", [
+    (GOOD, "float32", {}, None),
+    (GOOD | {"sampler_k3": 1e-5}, "float32", {}, "trainer and sampler"),
+    (GOOD | {"sampler_k3": math.nan}, "float32", {}, "trainer and sampler"),
+    # It will be skipped
+    (GOOD | {"sampler_k3": math.nan, "loss": math.nan}, "float32", {}, None),
+    (GOOD | {"sampler_tilt": -0.05}, "bfloat16", {}, "0.950 times"),
+    ({"loss": 0.0}, "float32", {}, None),  # of a rollout's later updates
+    ({"loss": 0.0, "sampler_k3": 3.5e-3}, "bfloat16", {}, None),
+    # Models without a plain head (Gemma 2, Cohere) have bfloat16 logits: no other temperature
+    (GOOD | {"sampler_tilt": 0.05}, "bfloat16", {"rounded": True}, None),
+    (GOOD | {"sampler_k3": 1e-4}, "float32", {"by_workers": True}, None),  # in another dtype
 ])  # fmt: skip
-def test_a_run_stops_if_its_sampler_has_other_log_probs(metrics, dtype, error):
+def test_a_run_stops_if_its_sampler_has_other_log_probs(metrics, dtype, options, error):
     with pytest.raises(RuntimeError, match=error) if error else contextlib.nullcontext():
-        check_sampler(metrics, SimpleNamespace(noise=NOISE[dtype]))
-
-
-def test_rounded_logits_are_no_other_temperature():
-    """Models without a plain head (Gemma 2, Cohere) have bfloat16 logits."""
-    metrics = GOOD | {"sampler_tilt": 0.05}
-    check_sampler(metrics, SimpleNamespace(noise=NOISE["bfloat16"]), rounded=True)
-
-
-def test_a_worker_may_have_another_dtype():
-    metrics, ranks = GOOD | {"sampler_k3": 1e-4}, SimpleNamespace(noise=NOISE["float32"])
-    check_sampler(metrics, ranks, by_workers=True)
-    with pytest.raises(RuntimeError, match="trainer and sampler"):
-        check_sampler(metrics, ranks)
+        check_sampler(metrics, SimpleNamespace(noise=NOISE[dtype]), **options)
 
 
 @pytest.mark.parametrize("metrics, reference, error", [
@@ -174,20 +173,6 @@ def first_update(policy, sampler, *, temperature=1.0, noise=0.0):
     metrics = means_of(loss, stats)
     del metrics["kl"]  # KL_BETA is 0
     return metrics
-
-
-def loss_of(policy, rows, **constants):
-    model = CompletionModel(policy.model)
-    hidden, ids = model([row.group.prompt for row in rows], [row.ids for row in rows])
-    c = a_recipe(**constants).c
-    return trainer.batch_loss(c, hidden, model.head, ids, rows, policy.vocab_size)
-
-
-def means_of(loss, stats):
-    """-> the metrics of one rank's only micro-batch."""
-    totals = TokenStats("cpu")
-    totals.add(loss, stats)
-    return totals.over_ranks()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
