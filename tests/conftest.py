@@ -80,7 +80,6 @@ def no_pause(monkeypatch):
 
 @pytest.fixture
 def alone(monkeypatch):
-    """One rank."""
     gather = {"all_gather_object": lambda everyone, mine: everyone.__setitem__(0, mine)}
     dist = {"get_rank": lambda: 0, "get_world_size": lambda: 1, "all_reduce": lambda *_, **__: None}
     for name, function in {**dist, **gather, "barrier": lambda: None}.items():

@@ -76,7 +76,6 @@ def call(app, method, path, body=b"", **environ):
         "wsgi.errors": errors,
         "CONTENT_LENGTH": str(len(body)),
     } | environ
-    environ = {k: v for k, v in environ.items() if v is not None}
     data = b"".join(app(environ, start_response))
     return answer["status"], answer["headers"], data
 

@@ -11,8 +11,6 @@ PRODUCTS = aten.mm.default, aten.addmm.default, aten.bmm.default
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of living tensors, in the place of a GPU's statistics."""
-
     def __init__(self, model):
         super().__init__()
         self.now, self.peak, self.seen = 0, 0, {}

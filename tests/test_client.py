@@ -36,14 +36,12 @@ def a_client(*replies, limit=20):
 @pytest.fixture
 def clock(monkeypatch):
     """-> the time that waits see, which passes only while they sleep."""
-    now = SimpleNamespace(seconds=0.0, slept=0)
+    now = SimpleNamespace(seconds=0.0)
 
     def sleep(seconds):
         now.seconds += max(seconds, 0.5)
-        now.slept += 1
 
     fake = SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep)
-    monkeypatch.setattr("grpo.client.time", fake)
     monkeypatch.setattr("grpo.client.time", fake)
     return now
 

@@ -43,10 +43,6 @@ def run(monkeypatch, *words):
 OURS = Path("runs/eval/run--step_000003")  # the answers of `model`
 
 
-def numbers():
-    return json.loads((OURS / "even-test.json").read_text())
-
-
 def answers(folder=OURS, kind="greedy"):
     """-> {question: answers} in the file of a model."""
     (path,) = folder.glob("*.jsonl")
@@ -60,7 +56,8 @@ def test_a_checkpoint_is_evaluated_with_the_constants_of_its_run(model, monkeypa
     monkeypatch.setattr(Policy, "stream", noted)
     run(monkeypatch, model, "even", "SEED=3", "--samples", 4, "SAMPLE_BATCH=3", "GROUP_SIZE=2")
     assert sizes == [3, 4]  # a question's samples are a group
-    found, kind = numbers(), "4 samples at temperature 1"
+    found = json.loads((OURS / "even-test.json").read_text())
+    kind = "4 samples at temperature 1"
     greedy, sampled = answers(), answers(kind=kind)
     assert list(greedy) == list(sampled) and len(greedy) == 12
     assert {len(group) for group in greedy.values()} == {1}

@@ -12,18 +12,6 @@ from grpo.models import choose_dtype, load_model, own_device
 from tasks import arithmetic
 
 
-def fake_gpu(monkeypatch, **functions):
-    for name, function in ({"is_available": lambda: False} | functions).items():
-        monkeypatch.setattr(torch.cuda, name, function)
-
-
-def fake_accelerator(monkeypatch, kind, chosen):
-    """One of a kind is there; which of them a process takes goes to the list `chosen`."""
-    found = lambda check_available: torch.device(kind)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", found)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
-
-
 # --- cuDNN's attention ---------------------------------------------------------------
 @pytest.mark.parametrize("load", [
     lambda folder, _: tiny_policy(folder),
@@ -50,7 +38,8 @@ def test_a_gpu_that_torch_can_not_use_is_no_reason_to_train_on_the_cpu(
     def init():
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).")
 
-    fake_gpu(monkeypatch, init=init)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -85,11 +74,11 @@ def test_a_rank_loads_the_model_straight_to_its_gpu(tiny, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", recorded)
     placed = []
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: placed.append(device) or self)
-    fake_accelerator(monkeypatch, "cuda", placed)
-    fake_gpu(monkeypatch, is_bf16_supported=lambda including_emulation: True)
+    cuda = lambda check_available: torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", cuda)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", placed.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     monkeypatch.setenv("LOCAL_RANK", "5")
     load_model(str(tiny), "float32", 400)
     assert asked == [{"": "cuda:5"}] and placed[0] == "cuda:5"
-
-
-# --- The loss without Triton ---------------------------------------------------------

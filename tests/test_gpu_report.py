@@ -12,7 +12,6 @@ from benchmarks import gpu_kit, gpu_parts, gpu_report, loss
 
 # --- The report -----------------------------------------------------------------------
 TABLE = "print('| a | b |\\n|---|---|\\n| 1 | 2 |')"
-SLEEP = "import time; print('begun', flush=True); time.sleep(999)"
 HANGS = ["sh", "-c", "echo begun; sleep 99 & wait"]  # starts within its 2 s on a busy machine
 
 

@@ -9,9 +9,6 @@ import torch
 import grpo_loss_triton as fused
 
 triton = fused.triton
-NEEDS_TRITON = pytest.mark.skipif(triton is None, reason="no Triton here")
-# The interpreter computes masked lanes with numpy, which warns of what it finds there.
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
 
 def ptx_of(kernel, dtype, capability, num_warps, constants):
@@ -29,7 +26,7 @@ def ptx_of(kernel, dtype, capability, num_warps, constants):
     return triton.compile(source, target=target, options={"num_warps": num_warps}).asm["ptx"]
 
 
-@NEEDS_TRITON
+@pytest.mark.skipif(triton is None, reason="no Triton here")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("capability, dtype, itemsize", [
     (80, "bf16", 2), (90, "fp32 to bf16", 4), (100, "fp32", 4)

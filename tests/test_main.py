@@ -11,7 +11,6 @@ from processes import PATIENCE, QUICK, command_of, launch, learned, records, sta
 import grpo_ref_split as trainer
 from grpo.report import as_json
 
-ROOT = Path(__file__).parent.parent
 SMALL = QUICK | {"MAX_PROMPT_TOKENS": 64, "EVAL_STEPS": 0, "REF_SERVER": None}
 TASK = "from tasks.even import load, messages\n"
 WEIGHED = """

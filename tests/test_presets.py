@@ -23,7 +23,6 @@ presets = pytest.mark.parametrize("name", LAYOUTS)
 
 
 def doc_of(name):
-    """Returns a preset's docstring."""
     return ast.get_docstring(ast.parse((ROOT / f"presets/{name}.py").read_text()), clean=False)
 
 

@@ -75,8 +75,7 @@ def test_answers_end_where_those_of_the_run_did_and_are_drawn_as_there(tiny, tmp
 
 
 def test_what_can_not_be_saved_ends_the_run_before_its_first_step(tiny, tmp_path, monkeypatch):
-    c = SimpleNamespace(MODEL="m", RUN_DIR=str(tmp_path), LORA_RANK=0, TASK="t", STEPS=1)
-    c.EVAL_QUESTIONS, c.EVAL_SPLIT, c.STOP_STRINGS = 9, "test", ["</answer>"]
+    c = SimpleNamespace(MODEL="m", RUN_DIR=str(tmp_path))
     for rank in (0, 4):
         policy = tiny_policy(tiny, lora_rank=rank)
         try_save(c, policy)
