@@ -81,4 +81,4 @@ def test_a_rank_loads_the_model_straight_to_its_gpu(tiny, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     monkeypatch.setenv("LOCAL_RANK", "5")
     load_model(str(tiny), "float32", 400)
-    assert asked == [{"": "cuda:5"}] and placed[0] == "cuda:5"
+    assert asked == [{"": "cuda:5"}] and placed == ["cuda:5"] * 2  # the rank and the model
