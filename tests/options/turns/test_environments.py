@@ -19,13 +19,12 @@ class Counter:
     """Counts down from the item's secret; the reward is how often it was asked."""
 
     live, made, ended = set(), [], []
-    lock = threading.Lock()
+    __len__ = lambda self: 0  # it may be falsy
 
     def __init__(self, item):
         self.left, self.asked = item["secret"], 0
-        with self.lock:
-            self.live.add(self)
-            self.made.append(self)
+        self.live.add(self)
+        self.made.append(self)
 
     def reply(self, turn):
         self.asked += 1
@@ -38,8 +37,7 @@ class Counter:
         return {"reward": self.asked, "turns": len(turns)}
 
     def close(self):
-        with self.lock:
-            self.live.discard(self)
+        self.live.discard(self)
         self.ended.append(self)
 
 
@@ -78,9 +76,6 @@ def test_a_truncated_conversation_is_rewarded_and_closed_too(tokenizer):
 def test_whichever_method_fails_all_others_are_closed_and_soon(tokenizer, method, hangs):
     """Of six environments, the third; hanging ones are given up together."""
 
-    class Bad(Counter):
-        pass
-
     def fail(self, *arguments):
         third = len(Counter.made) == 2 if method == "__init__" else self is Counter.made[2]
         if third:
@@ -88,25 +83,13 @@ def test_whichever_method_fails_all_others_are_closed_and_soon(tokenizer, method
             raise OSError("no more")
         return getattr(Counter, method)(self, *arguments)
 
-    def hang(self):
-        time.sleep(9)
-
-    setattr(Bad, method, fail)
-    if hangs and method != "close":
-        Bad.close = hang
-    recipe = recipe_of(tokenizer, 1, 1, 1, environment=Bad, REWARD_TIMEOUT_SECONDS=1)
+    slow = {"close": lambda self: time.sleep(9)} if hangs else {}
+    bad = type("Bad", (Counter,), slow | {method: fail})
+    recipe = recipe_of(tokenizer, 1, 1, 1, environment=bad, REWARD_TIMEOUT_SECONDS=1)
     began = time.monotonic()
     with pytest.raises(TaskError, match="OSError"):
         sampled(Actor(tokenizer, ["One"]), recipe, iter(recipe.prompts))
     assert time.monotonic() - began < 3 and (hangs or not Counter.live)  # 5 s if each had its own
-
-
-def test_an_environment_may_be_falsy(tokenizer):
-    recipe = recipe_of(
-        tokenizer, 2, environment=type("Empty", (Counter,), {"__len__": lambda _: 0})
-    )
-    (group,) = sampled(Actor(tokenizer, ["One", "two"]), recipe, iter(recipe.prompts))
-    assert [s.rewards["reward"] for s in group.samples] == [2.0, 2.0] and not Counter.live
 
 
 def test_all_are_closed_if_the_stream_is_not_read_to_its_end(tokenizer):
@@ -125,7 +108,7 @@ def test_what_an_environment_may_not_return_is_said(tokenizer):
         bad = type("Bad", (), {"__init__": lambda self, item: None, "reply": lambda *_, g=got: g})
         recipe = recipe_of(tokenizer, 1, environment=bad)
         recipe.task.rewards = lambda item, turns: {"reward": 1, "turns": 1}
-        with pytest.raises(TaskError, match="a text or a message"):
+        with pytest.raises(TaskError, match=f"returned {got}: it must .* a text or a message"):
             sampled(Actor(tokenizer, ["One"]), recipe, iter(recipe.prompts))
     recipe = recipe_of(tokenizer, 1, environment=lambda item: None)
     recipe.task.rewards = lambda item, turns: {"reward": 1, "turns": 1}
@@ -136,11 +119,9 @@ def test_what_an_environment_may_not_return_is_said(tokenizer):
 def test_rewards_of_none_and_those_without_weights(tokenizer):
     """None does not apply; the names are those of an empty completion, as for rewards()."""
 
-    class Silent(Counter):
-        def rewards(self, turns):
-            return None if self.asked > 1 else 1.0
-
-    recipe = recipe_of(tokenizer, 1, 2, environment=Silent, REWARD_WEIGHTS=None, OUTCOME=None)
+    rewards = lambda self, turns: None if self.asked > 1 else 1.0
+    silent = type("Silent", (Counter,), {"rewards": rewards})
+    recipe = recipe_of(tokenizer, 1, 2, environment=silent, REWARD_WEIGHTS=None, OUTCOME=None)
     recipe = recipe.resolved()
     assert recipe.weights == {"reward": 1.0} and not Counter.live
     groups = sampled(Actor(tokenizer, ["One", "two"]), recipe, iter(recipe.prompts))
