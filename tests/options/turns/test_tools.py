@@ -69,22 +69,14 @@ def a_task(*tools, **names):
     own = {"messages": lambda item: [{"role": "user", "content": item["question"]}]}
     own |= {"rewards": lambda item, turns: len(turns)}
     methods = {tool.__name__: staticmethod(tool) for tool in tools}
-    kind = type("Environment", (NoState,), methods | {"TOOLS": list(methods)})
+    others = {"TOOLS": list(methods), "__init__": lambda self, item: None}
+    kind = type("Environment", (), methods | others)
     return SimpleNamespace(Environment=kind, **own | names)
 
 
-class NoState:
-    def __init__(self, item):
-        pass
-
-
-class Completion:
-    """The tools of a completion, and its environment."""
-
-    def __init__(self, task, item):
-        self.environment = task.Environment(item)
-        self.tools = Tools(one_reward(task), self.environment)
-        self.reply, self.rewards = self.tools.reply, getattr(self.environment, "rewards", None)
+def tools_of(task, **item):
+    """-> the tools of a completion."""
+    return Tools(one_reward(task), task.Environment(item))
 
 
 def call(name="add", arguments='{"a": 2, "b": 3}'):
@@ -153,7 +145,7 @@ def fail(a: int) -> int:
     (call("fail", '{"a": 2}'), "error: fail(a: int) -> int: KeyError: 'it'"),
 ])  # fmt: skip
 def test_each_turn_has_a_clear_answer(turn, told):
-    got = Completion(a_task(add, fail), {}).reply(turn)
+    got = tools_of(a_task(add, fail)).reply(turn)
     if told is None:
         assert got is None
     else:
@@ -179,13 +171,6 @@ def circle():
     return items
 
 
-def deep():
-    items = []
-    for _ in range(100_000):
-        items = [items]
-    return items
-
-
 def tool_of(make):
     def odd(a: int = 0) -> str:
         """Returns anything.
@@ -207,9 +192,7 @@ def raising(error):
 
 ANSWERS = [
     (lambda: {"a": {1, 2}}, '{"a": "{1, 2}"}'), (lambda: "", ""),
-    (circle, "[[...]]"), (deep, "error: odd(a: int = 0) -> str: RecursionError: "),
-    (Odd, "error: odd(a: int = 0) -> str: ZeroDivisionError: no text"),
-    (lambda: {"a": Odd()}, "error: odd(a: int = 0) -> str: ZeroDivisionError: no text"),
+    (circle, "[[...]]"), (Odd, "error: odd(a: int = 0) -> str: ZeroDivisionError: no text"),
     (lambda: {Odd(): 1}, "error: odd(a: int = 0) -> str: ZeroDivisionError: no text"),
     (lambda: b"ab", "\"b'ab'\""), (lambda: None, "null"), (lambda: 1.5, "1.5"),
     (lambda: "\ud83d", "\ud83d"), (lambda: torch.ones(2), '"tensor('),
@@ -217,7 +200,6 @@ ANSWERS = [
     (lambda: asyncio.sleep(0), "error: odd(a: int = 0) -> str: TypeError: it returned a coroutine"),
     (raising(OddError()), "error: odd(a: int = 0) -> str: OddError"),
     (raising(SystemExit(3)), "error: odd(a: int = 0) -> str: SystemExit: 3"),
-    (raising(ExceptionGroup("g", [OddError()])), "error: odd(a: int = 0) -> str: "),
 ]  # fmt: skip
 
 
@@ -244,21 +226,21 @@ NO_ARGUMENTS = '""', "null", '"null"'
     *((none, "error: add(a: int, b: int = 1) -> int: TypeError: ") for none in NO_ARGUMENTS),
 ])  # fmt: skip
 def test_arguments_inside_a_text_are_read(arguments, told):
-    environment = Completion(a_task(add), {})
-    assert environment.reply(call(arguments=arguments))["content"].startswith(told)
+    tools = tools_of(a_task(add))
+    assert tools.reply(call(arguments=arguments))["content"].startswith(told)
     inner = json.dumps('{"name": "add", "arguments": {"a": 2}}')
-    assert environment.reply(f"<tool_call>{inner}</tool_call>")["content"] == "3"
+    assert tools.reply(f"<tool_call>{inner}</tool_call>")["content"] == "3"
 
 
 def test_a_long_result_is_cut_and_the_model_is_told():
     for most, names in ((module.MAX_RESULT_CHARS, {}), (7, {"MAX_RESULT_CHARS": 7})):
         for make in (lambda: "x" * 123_456, raising(ValueError("x" * 123_456))):
-            told = Completion(a_task(tool_of(make), **names), {}).reply(call("odd", "{}"))
+            told = tools_of(a_task(tool_of(make), **names)).reply(call("odd", "{}"))
             text, _, note = told["content"].partition("\n... (cut: ")
             assert len(text) == most and note.startswith(f"the first {most} of 123")
         whole = "x" * most
-        told = Completion(a_task(tool_of(lambda: whole), **names), {})  # noqa: B023
-        assert told.reply(call("odd", "{}"))["content"] == whole
+        tools = tools_of(a_task(tool_of(lambda: whole), **names))  # noqa: B023
+        assert tools.reply(call("odd", "{}"))["content"] == whole
 
 
 def test_failed_calls_are_counted_and_the_first_of_each_kind_is_logged(alone, capsys):
@@ -267,13 +249,13 @@ def test_failed_calls_are_counted_and_the_first_of_each_kind_is_logged(alone, ca
     bad = [call("fail", '{"a": 2}'), call("nothing"), call(arguments='{"b": 2}'), call("odd", "{}")]
     bad += ["<tool_call>{</tool_call>"]
     for _ in range(2):  # of two completions: each kind is logged once
-        environment = Completion(task, {})
+        tools = tools_of(task)
         for turn in bad:
-            environment.reply(turn + call())
-        assert (environment.tools.calls, environment.tools.failed) == (10, 5)
+            tools.reply(turn + call())
+        assert (tools.calls, tools.failed) == (10, 5)
     lines = [x for x in capsys.readouterr().out.splitlines() if "the first of its kind" in x]
     assert len(lines) == 5 and f"({__file__}, line " in lines[0] and "KeyError: 'it'" in lines[0]
-    Completion(a_task(add), {}).reply(bad[1])  # of another task
+    tools_of(a_task(add)).reply(bad[1])  # of another task
     assert "there is no tool 'nothing'" in capsys.readouterr().out
     samples = [Sample([1], [0.0], tool_calls=made) for made in ((10, 5), (0, 0), (6, 1))]
     found = turn_metrics(samples)
@@ -336,33 +318,33 @@ def test_a_method_is_described_without_self_and_called_on_its_environment():
         assert described["name"] == "deposit" and described["description"].startswith("Puts money")
         assert list(described["parameters"]["properties"]) == ["amount"]
         assert described["parameters"]["required"] == ["amount"]
-        one, other = Completion(task, {"start": 5}), Completion(task, {})
+        one, other = tools_of(task, start=5), tools_of(task)
         assert one.reply(pay(2) + pay(3))["content"] == "7\n10"
-        assert [e.reply(call("balance", "{}"))["content"] for e in (one, other)] == ["10", "0"]
-        assert one.reply("Ten.") is None and one.rewards([]) == 10
+        assert [t.reply(call("balance", "{}"))["content"] for t in (one, other)] == ["10", "0"]
+        assert one.reply("Ten.") is None
 
 
 def test_a_method_that_raises_becomes_a_text_and_calls_are_limited(alone, capsys):
-    environment = Completion(a_bank(MAX_CALLS=2, MAX_RESULT_CHARS=30), {})
-    told = environment.reply(pay(-1) + pay(4) + pay(5))["content"]
+    tools = tools_of(a_bank(MAX_CALLS=2, MAX_RESULT_CHARS=30))
+    told = tools.reply(pay(-1) + pay(4) + pay(5))["content"]
     assert told.startswith("error: deposit(amount: int) ->\n... (cut: the first 30 of ")
-    assert told.endswith("\n4\nerror: no call is left") and environment.reply(pay(1)) is None
-    tools = environment.tools
+    assert told.endswith("\n4\nerror: no call is left") and tools.reply(pay(1)) is None
     assert (tools.calls, tools.failed) == (2, 1)
     assert f"({__file__}, line " in capsys.readouterr().out
 
 
 def test_async_tools_of_a_round_are_awaited_together_and_may_take_too_long(tokenizer, capsys):
+    """Each of the two groups waits for the other one."""
     arrived, all_wait = [], asyncio.Event()
 
     class Environment(Account):
         async def later(self) -> int:
             """Waits."""
             arrived.append(self)
-            if len(arrived) == 2:
+            if len(arrived) == 4:
                 all_wait.set()
             await all_wait.wait()
-            if len(arrived) > 2:
+            if len(arrived) > 4:
                 await asyncio.sleep(9)
             return len(arrived)
 
@@ -370,26 +352,11 @@ def test_async_tools_of_a_round_are_awaited_together_and_may_take_too_long(token
     recipe = one_reward(task, MAX_COMPLETION_TOKENS=999, REWARD_TIMEOUT_SECONDS=0.5)
     ids = prompt_ids(tokenizer, task.messages(item), **recipe.chat_options)
     said = call("later", "{}"), call("later", "{}")
-    (group,) = sampled(Actor(tokenizer, said), recipe, iter([(0, item, ids)]))
-    assert [sample.text for sample in group.samples] == [[said[0], "2", said[1]]] * 2
-    assert [sample.tool_calls for sample in group.samples] == [(2, 1)] * 2  # one in vain
+    groups = sampled(Actor(tokenizer, said), recipe, iter([(0, item, ids), (1, item, ids)]))
+    samples = [sample for group in groups for sample in group.samples]
+    assert [sample.text for sample in samples] == [[said[0], "4", said[1]]] * 4
+    assert [sample.tool_calls for sample in samples] == [(2, 1)] * 4  # one in vain
     assert "took more than REWARD_TIMEOUT_SECONDS" in capsys.readouterr().out
-
-
-def test_the_completions_of_a_group_have_separate_states(tokenizer):
-    """In a run: all pay twice, and none sees what another one has paid."""
-    tokenizer.chat_template = QWEN
-    task, item = a_bank(), {"question": "Pay 2 and 3.", "start": 5}
-    recipe = one_reward(task, MAX_COMPLETION_TOKENS=999)
-    ids = prompt_ids(tokenizer, task.messages(item), **recipe.chat_options)
-    shown = tokenizer.decode(ids)
-    assert "Puts money into the account" in shown and "self" not in shown
-    actor = Actor(tokenizer, [pay(2), pay(3) + pay(-1), "Ten."])
-    (group,) = sampled(actor, recipe, iter([(0, item, ids)]))
-    assert len(group.samples) > 1
-    for sample in group.samples:
-        assert sample.text[1] == "7" and sample.text[3].startswith("10\nerror: deposit(amount: i")
-        assert sample.rewards == {"reward": 10.0} and sample.tool_calls == (3, 1)
 
 
 @pytest.mark.parametrize("tools, named", [
@@ -507,7 +474,7 @@ def test_the_preview_says_if_the_models_calls_are_not_read(
 def test_a_tools_message_reaches_the_chat_template_with_its_name(tokenizer):
     tokenizer.chat_template = QWEN.replace("+ m.content", "+ m.name + ': ' + m.content")
     task = a_task(add)
-    reply = Completion(task, {}).reply(call())
+    reply = tools_of(task).reply(call())
     eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids = bridge(tokenizer, {eos}, eos, reply, {})
     assert "<tool_response>\nadd: 5\n</tool_response>" in tokenizer.decode(ids)
@@ -527,7 +494,6 @@ PYTHON = python_tool.Environment({}).python
     ("while True: print('x' * 9999)", "error: OSError: [Errno 27] File too large"),
     ("import os; os._exit(3)", "error: the program ended with 3"),
     ("print('x' * 999)", "x" * 400),
-    ("import os; print(os.environ.get('HOME'), input)", "None <built-in function input>"),
 ])  # fmt: skip
 def test_a_program_is_run_within_limits(program, told, monkeypatch):
     monkeypatch.setattr(code, "SECONDS", 60)
