@@ -1,12 +1,9 @@
 """Completions of several turns: whose ids they are, what the task is asked, what ends a run."""
 
 import asyncio
-import contextlib
 import itertools
 import json
 import math
-import sqlite3
-import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -103,8 +100,9 @@ def test_after_eos_a_reply_is_a_user_turn_as_the_template_writes_the_whole_chat(
 
 
 def calls(*replies):
-    """-> a reply() that gives these, by the number of turns: 1, 3, ... the last one first."""
-    return lambda item, turns: replies[-1 - len(turns) // 2]
+    """-> a reply() that gives these, by the number of turns: 1, 3, ... the last one first. It can't
+    change what was said."""
+    return lambda item, turns: (replies[-1 - len(turns) // 2], turns.clear())[0]
 
 
 class Sender:
@@ -171,21 +169,14 @@ def test_all_turns_together_have_max_completion_tokens(tokenizer, room, truncate
         assert (talk.truncated, len(talk.text)) == (truncated, turns)
 
 
-def test_options_of_the_template_reach_the_bridge(tokenizer):
-    tokenizer.chat_template += "{% if not think %}<think></think>{% endif %}"
-    eos = tokenizer.eos_token_id
-    for options, end in (({}, "<think></think>"), ({"think": True}, "assistant\n")):
-        ids = bridge(tokenizer, {eos}, eos, message("less"), options)
-        assert tokenizer.decode(ids).endswith(end)
-        assert tokenizer.decode(ids).startswith("\n<|im_start|>user\nless<|im_end|>")
-
-
 def test_a_reply_that_the_template_writes_as_json_is_no_lost_reply(tokenizer):
-    """Llama 3 writes a tool's result so, even a text."""
+    """Llama 3 writes a tool's result so, even a text. The template's options reach it."""
     write = "{% for m in messages %}{{ m.content | tojson if m.role == 'tool' else m.content }}"
-    tokenizer.chat_template, eos = write + "{% endfor %}", tokenizer.eos_token_id
-    ids = bridge(tokenizer, {eos}, eos, message('say "é"\ntwice', "tool"), {})
-    assert tokenizer.decode(ids) == r'"say \"é\"\ntwice"'
+    tokenizer.chat_template = write + "{% endfor %}{{ '' if think else '<think></think>' }}"
+    eos, reply = tokenizer.eos_token_id, message('say "é"\ntwice', "tool")
+    for options, end in (({}, "<think></think>"), ({"think": True}, "")):
+        ids = bridge(tokenizer, {eos}, eos, reply, options)
+        assert tokenizer.decode(ids) == r'"say \"é\"\ntwice"' + end
 
 
 @pytest.mark.parametrize("template", [
@@ -201,13 +192,10 @@ def test_a_template_that_loses_a_reply_is_refused_with_a_sentence(tokenizer, tem
 
 
 # --- What the task is asked -------------------------------------------------------------
-@pytest.mark.parametrize("reply, said", [
-    (lambda item, turns: 1 / 0, "failed with ZeroDivisionError.*: it must return"),
-    (lambda item, turns: 5, "returned 5: it must return"),
-])  # fmt: skip
-def test_a_reply_that_fails_ends_the_run_with_a_sentence(tokenizer, reply, said):
-    with pytest.raises(TaskError, match=f"tasks/mine.py: reply.*{said}"):
-        talks(Actor(tokenizer, ["Three?"]), reply, 2)
+def test_a_reply_that_fails_ends_the_run_with_a_sentence(tokenizer):
+    said = "tasks/mine.py: reply.*failed with ZeroDivisionError.*: it must return"
+    with pytest.raises(TaskError, match=said):
+        talks(Actor(tokenizer, ["Three?"]), lambda item, turns: 1 / 0, 2)
 
 
 def hangs(item, turns):
@@ -226,28 +214,6 @@ def test_a_reply_that_hangs_ends_its_conversation_as_none_does(tokenizer, capsys
     assert (
         "reply() of tasks/mine.py took more than REWARD_TIMEOUT_SECONDS" in capsys.readouterr().out
     )
-
-
-def test_async_replies_of_a_round_are_awaited_together(tokenizer):
-    """Each waits for the last one."""
-    waiting, all_wait = [], asyncio.Event()
-
-    async def reply(item, turns):
-        waiting.append(threading.get_ident())
-        if len(waiting) == 8:
-            all_wait.set()
-        await all_wait.wait()
-
-    groups = talks(Actor(tokenizer, ["One"]), reply, *range(4))
-    assert len(groups) == 4 and len(waiting) == 8 and len(set(waiting)) == 1
-
-
-def test_plain_replies_use_what_belongs_to_the_main_thread(tokenizer):
-    """As sqlite's connections do. They can't change what was said."""
-    with contextlib.closing(sqlite3.connect(":memory:")) as base:
-        reply = lambda item, turns: turns.append(base.execute("select 1").fetchone())
-        groups = talks(Actor(tokenizer, ["One"]), reply, 1, 2)
-    assert [talk.text for group in groups for talk in group.samples] == [["One"]] * 4
 
 
 def test_a_round_samples_all_that_live_and_a_batch_is_as_large_as_sample_batch(tokenizer):
@@ -339,10 +305,7 @@ def test_the_tasks_tokens_are_not_trained_and_count_nowhere(group, policy, loss_
 
 
 def test_lengths_and_turns_that_are_logged(group, alone, tmp_path):
-    recipe = a_recipe(
-        [(0, {"question": "40 + 2?"}, [5])], task=calculator,
-        REWARD_WEIGHTS={"reward": 1.0}, OUTCOME="reward",
-    )  # fmt: skip
+    recipe = one_reward(calculator)
     found = metrics.rollout_metrics(a_run(recipe), [group], 0)
     own, heard = [sample.length for sample in group.samples], 2
     assert found["completions/mean_length"] == sum(own) / 2 and found["tokens_sampled"] == sum(own)
@@ -416,3 +379,6 @@ def test_the_game(turns, reply, right):
     item = {"secret": 5}
     assert guess.reply(item, turns) == reply
     assert guess.rewards(item, turns) == {"correctness": right}
+    items = guess.load("test")
+    assert [item["secret"] for item in items] == [1, 2, 3, 4, 5, 6, 7]
+    assert all(guess.messages(item) == guess.messages(items[0]) for item in items)
