@@ -28,7 +28,6 @@ from grpo.start import make_reference
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
 IDS = torch.tensor([[3, 4, 5, 6, 7, 8]])
-PROMPT, COMPLETION = [5, 6, 7, 8], [40, 41, 42, 2]
 ROUNDING = 2e-5  # of float32; measured: 3e-6
 
 
@@ -42,9 +41,8 @@ def dequantized(model):
     plain = copy.deepcopy(model)
     for path, layer in list(plain.named_modules()):
         if isinstance(layer, bitsandbytes.nn.Linear4bit):
-            weight = bitsandbytes.functional.dequantize_4bit(
-                layer.weight.data, layer.weight.quant_state
-            )
+            packed = layer.weight
+            weight = bitsandbytes.functional.dequantize_4bit(packed.data, packed.quant_state)
             linear = torch.nn.Linear(*weight.T.shape, bias=layer.bias is not None)
             linear.weight.data, linear.bias = weight.float(), layer.bias
             parent, _, name = path.rpartition(".")
@@ -103,43 +101,29 @@ def test_sampler_and_trainer_run_one_path_from_the_first_token_on(dtype, tmp_pat
     assert trained.packs and trained.separable
 
 
-WRONG = {  # constants, and what must be named
-    "LORA_RANK": ({"LORA_RANK": 0}, "BASE_BITS = 4 must be 16 with LORA_RANK = 0"),
-    "eight": ({"BASE_BITS": 8}, "BASE_BITS = 8 must be one of 16, 4"),
-    "package": ({}, r"bitsandbytes is not installed \(pip install -e .\[bits\]\)"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_go_with_4_bits_is_one_sentence(name, monkeypatch):
-    changes, sentence = WRONG[name]
-    if name == "package":
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+@pytest.mark.parametrize("changes, installed, sentence", [
+    ({"LORA_RANK": 0}, True, "BASE_BITS = 4 must be 16 with LORA_RANK = 0"),
+    ({"BASE_BITS": 8}, True, "BASE_BITS = 8 must be one of 16, 4"),
+    ({"SAMPLER": "vllm"}, True, "SAMPLER = 'vllm' must be 'torch' with BASE_BITS = 4"),
+    ({}, False, r"bitsandbytes is not installed \(pip install -e .\[bits\]\)"),
+])  # fmt: skip
+def test_what_does_not_go_with_4_bits_is_one_sentence(changes, installed, sentence, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: installed)
     with pytest.raises(SystemExit, match=sentence):
         trainer_constants(trainer.DEFAULTS, {"BASE_BITS": 4, "LORA_RANK": 16} | changes)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    with pytest.raises(SystemExit, match="SAMPLER = 'vllm' must be 'torch' with BASE_BITS = 4"):
-        trainer_constants(trainer.DEFAULTS, {"BASE_BITS": 4, "LORA_RANK": 16, "SAMPLER": "vllm"})
 
 
 @pytest.mark.long
 def test_two_ranks_train_and_may_have_a_server_of_either_kind(tiny, tmp_path):
     shared = QUICK | {"MODEL": str(tiny), "TASK": "even", "MAX_PROMPT_TOKENS": 128, "EVAL_STEPS": 0}
     shared |= {"LORA_RANK": 4, "BASE_BITS": 4, "LEARNING_RATE": 1e-2, "REF_SERVER": None}
-    urls = {}
+    presets = [shared | {"STEPS": 2, "RUN_DIR": str(tmp_path / "alone")}]
     for bits in (4, 16):
-        port = free_port()
+        port, run = free_port(), str(tmp_path / f"served_{bits}")
         served = {"MODEL": str(tiny), "PORT": int(port), "BASE_BITS": bits}
         start(command_of("ref_server", served), tmp_path / f"server_{bits}.log")
-        urls[bits] = f"http://127.0.0.1:{port}"
-    presets = [
-        shared | own | {"RUN_DIR": str(tmp_path / name)}
-        for name, own in (
-            ("alone", {"STEPS": 2}),
-            ("served_4", {"STEPS": 1, "REF_SERVER": urls[4]}),
-            ("served_16", {"STEPS": 1, "REF_SERVER": urls[16]}),
-        )
-    ]
+        own = {"STEPS": 1, "RUN_DIR": run, "REF_SERVER": f"http://127.0.0.1:{port}"}
+        presets.append(shared | own)
     launch(2, command_of("grpo_ref_split", *presets), tmp_path / "log")
     saved = load_file(tmp_path / "alone/final/adapter_model.safetensors")
     assert saved and all(".lora_" in name for name in saved)
