@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 from urllib.parse import urlencode
 
 import helpers
@@ -11,8 +10,6 @@ import pytest
 from grpo.commands import live
 from grpo.constants import STOPPED
 from grpo.report import RunFolder
-
-ROOT = Path(__file__).parents[2]
 
 
 def record(step, **more):
@@ -176,7 +173,13 @@ def test_of_a_long_file_the_end_is_read_and_only_after_a_change(tmp_path, app, m
 
 
 def test_running_stopped_and_ended(tmp_path, app):
+    """The end of a run is written, and shown at once."""
     folder = write(tmp_path / "a", [record(1)])
+    run = RunFolder(folder)
+    assert look(app)["status"] == "running"
+    run.close()
+    assert look(app)["status"] == "stopped"
+    (folder / STOPPED).unlink()  # it resumes
     assert look(app)["status"] == "running"
     age(folder)
     assert look(app)["status"] == "stopped"
@@ -191,17 +194,6 @@ def test_the_page_takes_texts_as_texts_and_nothing_from_elsewhere(app):
     for word in (b"innerHTML", b"outerHTML", b"insertAdjacent", b"document.write", b"eval("):
         assert word not in html
     assert b" src=" not in html and html.count(b" href=") == html.count(b' href="data:,"') == 1
-
-
-def test_the_end_of_a_run_is_written_and_shown_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    folder = RunFolder(write(tmp_path / "run", [record(1)]))
-    app = live.make_app(tmp_path)
-    assert look(app)["status"] == "running"
-    folder.close()
-    assert look(app)["status"] == "stopped"
-    (tmp_path / "run" / STOPPED).unlink()  # it resumes
-    assert look(app)["status"] == "running"
 
 
 DAMAGED = ["", "{", "[]", "null", '{"constants": null}', '{"constants": 5}', "\0\0", '"x"', None]
