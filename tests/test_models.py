@@ -43,8 +43,6 @@ def test_a_chat_is_templated_once_and_a_role_it_does_not_know_is_folded_in(token
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(jinja2.TemplateError, match="roles must alternate"):
         prompt_ids(tokenizer, chat[1:])
-    tokenizer.chat_template = None  # as GPT-2's
-    assert tokenizer.decode(prompt_ids(tokenizer, chat)) == "Be brief.\n\n2 + 2?\n"
 
 
 def changed(tiny, folder, change=None, **config):
@@ -61,7 +59,6 @@ def changed(tiny, folder, change=None, **config):
 NORM = "model.norm.weight"
 INCOMPLETE = {  # what is named: config, weights
     "lm_head.weight is missing": ({"tie_word_embeddings": False}, None),
-    f"{NORM} is missing": ({}, lambda weights: weights.pop(NORM)),
     r"layers.2.* is missing, .* and 9 more": ({"num_hidden_layers": 3, "layer_types": None}, None),
     rf"{NORM} has the shape \(31,\) instead of \(32,\)": (
         {},
