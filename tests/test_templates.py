@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from fakes import FakeEngine, a_recipe, one_reward, sampled
+from test_turns import USER, message
 from tokenizers.processors import TemplateProcessing
 
 from grpo import prepare
@@ -18,13 +19,8 @@ from grpo.task import load_split, opened_tag, prompt_of
 from tasks import gsm8k
 from tasks.__main__ import without_opening
 
-USER = {"role": "user", "content": "How many?"}
 ITEM = {"question": "How many?", "answer": "6 * 7 #### 42"}
 THINK = "<think>\n"  # DeepSeek-R1's distilled models, Qwen3-Thinking
-
-
-def message(text, role="user"):
-    return {"role": role, "content": text}
 
 
 def opening(tokenizer, text):
@@ -62,13 +58,6 @@ def test_the_tag_that_a_template_opens(tokenizer, text, expected):
     assert opened([{"role": "system", "content": "/no_think"}, USER]) == expected * (text != CLOSED)
     tokenizer.chat_template = None
     assert opened([USER | {"content": "Write it in <think>"}]) == ""
-
-
-def test_a_run_whose_prompts_end_with_a_tag_shows_it_to_rewards(tokenizer, monkeypatch):
-    monkeypatch.setattr("grpo.models.load_tokenizer", lambda name: opening(tokenizer, THINK))
-    c = a_recipe(TASK="arithmetic", REWARD_WEIGHTS=None, OUTCOME=None, MAX_PROMPT_TOKENS=99).c
-    _, recipe = prepare.prepare_task(c, split="test", shown=0)
-    assert recipe.prompts[0].opening == THINK
 
 
 class Says(FakeEngine):
@@ -116,13 +105,14 @@ def test_the_assistants_last_message_goes_on_as_in_trl_and_rewards_see_it(
 def test_a_run_whose_messages_begin_the_answer_shows_it_to_rewards_and_gold(
     tokenizer, tmp_path, monkeypatch, capsys
 ):
+    """So does one whose template does."""
     (tmp_path / "own.py").write_text(OPENS)
-    monkeypatch.setattr("grpo.models.load_tokenizer", lambda name: tokenizer)
+    monkeypatch.setattr("grpo.models.load_tokenizer", lambda name: opening(tokenizer, THINK))
     c = a_recipe(TASK=str(tmp_path / "own.py"), REWARD_WEIGHTS=None, OUTCOME=None).c
     c = c.but(MAX_PROMPT_TOKENS=99)
     _, recipe = prepare.prepare_task(c, split="test", shown=3)
     openings = [question.opening for question in recipe.prompts]
-    assert openings == ["Let me think: 0", "Let me think: 1", ""]  # the last has none
+    assert openings == ["Let me think: 0", "Let me think: 1", THINK]  # the last is the template's
     out = capsys.readouterr().out
     assert "rewards of an empty completion: reward 0" in out
     assert out.count("the prompt opens the answer with 'Let me think: ") == 2
