@@ -28,11 +28,11 @@ from processes import PATIENCE, python
 import grpo_ref_split as trainer
 from grpo.checks import trainer_constants
 from grpo.constants import command_line
-from grpo.models import load_model, load_tokenizer
-from grpo.prepare import prepare, recipe_of
+from grpo.models import load_model
+from grpo.prepare import prepare
 from grpo.rewards import reward_texts
 from grpo.sample import Question
-from grpo.task import different, load_items, load_split, load_task
+from grpo.task import different, load_items, load_task
 from tasks import arithmetic, data, gsm8k, judge
 from tasks import math as math_task
 from tasks import reasoning_gym as gym
@@ -150,10 +150,8 @@ def test_reasoning_gym_is_right_above_a_score_of_99_percent(fake_gym, monkeypatc
         gym.load("train")
 
 
-@pytest.mark.parametrize("real", [False, True])
-def test_no_question_of_reasoning_gym_is_both_trained_and_tested(real, request, monkeypatch):
+def test_no_question_of_reasoning_gym_is_both_trained_and_tested(fake_gym, monkeypatch):
     """The package draws item i of a data set with its seed + i."""
-    pytest.importorskip("reasoning_gym") if real else request.getfixturevalue("fake_gym")
     monkeypatch.setattr(gym, "NAME", "countdown")  # with more problems than items
     found = [{item["question"] for item in gym.load(split)} for split in gym.SIZES]
     assert [len(questions) for questions in found] == list(gym.SIZES.values())
@@ -293,6 +291,9 @@ def test_records_come_from_a_file_a_folder_or_the_hub(tmp_path, monkeypatch):
     load_dataset = lambda name, config, split: iter(records)
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     assert data.records("some/set", "train") == records
+    monkeypatch.setattr(gsm8k, "DATA", "none.jsonl")
+    with pytest.raises(SystemExit, match=r"tasks/gsm8k.py: load.*FileNotFoundError.*none.jsonl"):
+        load_items("gsm8k", gsm8k, "train")
 
 
 def test_a_json_array_is_read_and_other_shapes_are_refused_with_the_line(tmp_path):
@@ -315,12 +316,6 @@ def test_a_json_array_is_read_and_other_shapes_are_refused_with_the_line(tmp_pat
     assert data.records(tmp_path, "test") == records[1:2]  # of a folder one is enough
 
 
-def test_data_that_is_not_there_is_said(monkeypatch):
-    monkeypatch.setattr(gsm8k, "DATA", "none.jsonl")
-    with pytest.raises(SystemExit, match=r"tasks/gsm8k.py: load.*FileNotFoundError.*none.jsonl"):
-        load_items("gsm8k", gsm8k, "train")
-
-
 # --- python -m tasks ------------------------------------------------------------------
 def run(monkeypatch, *words):
     monkeypatch.setattr(sys, "argv", ["tasks", *words])
@@ -340,12 +335,9 @@ def test_a_list_of_tasks_and_a_wrong_name_come_at_once(name):
     assert not re.search("(?m)^    (answers|data|__main__)", shown.stdout)
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "shuffled"])
-def test_the_tasks_that_are_made_here_are_shown_with_gold_that_is_right(
-    name, tiny, monkeypatch, capsys
-):
+def test_a_task_that_is_made_here_is_shown_with_gold_that_is_right(tiny, monkeypatch, capsys):
     monkeypatch.setattr(arithmetic, "SIZES", dict.fromkeys(arithmetic.SIZES, 20))
-    run(monkeypatch, name, f"MODEL={tiny}", "MAX_PROMPT_TOKENS=999")
+    run(monkeypatch, "shuffled", f"MODEL={tiny}", "MAX_PROMPT_TOKENS=999")
     assert capsys.readouterr().out.count("rewards of the gold answer '<think>") == 3
 
 
@@ -359,8 +351,6 @@ def test_a_task_is_shown_as_a_run_would_see_it(tiny, tmp_path, monkeypatch, caps
     assert all(f"<|im_start|>user\n{city}<|im_end|>" in shown for city in ("Rome", "Oslo", "Bern"))
     assert "Lima" not in shown and shown.count("empty completion: reward does not apply") == 3
     assert "own.py/train: 4 questions, 0 left out" in shown and "own.py/test: 4 ques" in shown
-    with pytest.raises(SystemExit, match="there is no constant MODL: did you mean MODEL"):
-        run(monkeypatch, "gsm8k", f"MODL={tiny}")
 
 
 LABELS = """
@@ -397,8 +387,6 @@ def test_a_tiny_model_of_any_task_is_made_and_its_command_runs(tmp_path, monkeyp
     )
     monkeypatch.setattr(sys, "argv", command.split())
     _, given = command_line(trainer.DEFAULTS, trainer.__doc__)
-    assert given["MODEL"] == "runs/own" and given["TASK"] == "own.py"
-    assert given["REF_SERVER"] is None and given["MAX_COMPLETION_TOKENS"] == 128
     c = trainer_constants(trainer.DEFAULTS, given)
     tokenizer, recipe, _ = prepare(c, needs_server=False)
     assert len(recipe.prompts) == 30
@@ -451,18 +439,6 @@ def test_a_task_without_right_answers_has_no_tiny_model(tmp_path, monkeypatch):
         run(monkeypatch, str(tmp_path / "own.py"), f"OUT={tmp_path}")
 
 
-def test_a_tiny_model_of_a_task_with_async_rewards(tmp_path, monkeypatch):
-    import tasks.__main__ as module
-
-    rewards = "async def rewards(item, completion):\n    return {'a': 1, 'b': 0}\nOUTCOME = 'b'\n"
-    source, _, _ = LABELS.partition("def rewards")
-    (tmp_path / "own.py").write_text(source + rewards)
-    c = trainer_constants(trainer.DEFAULTS, {"TASK": str(tmp_path / "own.py")})
-    monkeypatch.setattr("grpo.commands.tiny_model.warm_start", lambda *_, **__: 256)
-    command = module.make_model(recipe_of(c, load_task(c.TASK)), tmp_path / "model")
-    assert "MAX_COMPLETION_TOKENS=128" in command
-
-
 @pytest.mark.parametrize("falls, steps", [(0.01, 200), (0.03, 400)])
 def test_a_tiny_model_learns_until_its_loss_is_flat(falls, steps, monkeypatch, tmp_path, capsys):
     from grpo.commands import tiny_model
@@ -472,15 +448,6 @@ def test_a_tiny_model_learns_until_its_loss_is_flat(falls, steps, monkeypatch, t
     monkeypatch.setattr(tiny_model, "next_token_loss", fake)
     tiny_model.warm_start(tmp_path, load_task("guess"), 0, 500, lambda *_: "5", flat=0.02)
     assert len(made) == steps and "s left" in capsys.readouterr().out
-
-
-def test_questions_that_differ_only_in_what_the_model_must_find_are_all_asked(tiny):
-    c = trainer_constants(
-        trainer.DEFAULTS, {"TASK": "guess", "MODEL": str(tiny), "MAX_PROMPT_TOKENS": 99}
-    )
-    questions = load_split(recipe_of(c, load_task("guess")), "test", load_tokenizer(str(tiny)))
-    assert len({tuple(question.ids) for question in questions}) == 1
-    assert [q.item["secret"] for q in different(questions * 2)] == [1, 2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("order", [lambda i: i // 50, lambda i: i % 10])  # sorted, or in turn
