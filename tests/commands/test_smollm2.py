@@ -4,14 +4,12 @@ import itertools
 import os
 import re
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy
 import pytest
-from processes import PATIENCE
+from processes import PATIENCE, python, start, wait_for_step
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo.commands import smollm2
@@ -123,20 +121,9 @@ def test_the_splits_of_sums_share_what_they_say():
         assert sums.rewards(item, sums.gold(item)) == {"correctness": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("completion", "right"),
-    [
-        ("7-5=2", 1), ("7 - 5 = 2 pens", 1), ("2", 1), ("Ann has 2 left.\n", 1),
-        ("7+5=12", 0), ("7-5", 0), ("1, 2, 3", 0), ("", 0), ("5+4=9", 0), ("1 or 2", 0),
-    ],
-)  # fmt: skip
-def test_only_the_number_counts(completion, right):
-    assert sums.rewards({"answer": "2"}, completion) == {"correctness": right}
-
-
 def test_the_control_shuffles_the_rewards_of_sums():
     control, item = load_task("shuffled_sums"), {"answer": "2"}
-    drawn = [control.group_rewards(item, ["7-5=2", "", "", ""]) for _ in range(40)]
+    drawn = [control.group_rewards(item, ["7-5=2", "7+5=12", "1 or 2", ""]) for _ in range(40)]
     assert all(sorted(r["shuffled"] for r in rewards) == [0, 0, 0, 1] for rewards in drawn)
     assert {[r["shuffled"] for r in rewards].index(1) for rewards in drawn} == {0, 1, 2, 3}
     assert control.REWARD_WEIGHTS == {"correctness": 0.0, "shuffled": 1.0}
@@ -144,23 +131,17 @@ def test_the_control_shuffles_the_rewards_of_sums():
 
 @pytest.mark.long
 def test_the_demo_stops_at_ctrl_c_resumes_and_shows_both_models(tiny, tmp_path):
-    run = tmp_path / "run"
+    run, log = tmp_path / "run", tmp_path / "log"
     small = "EVAL_QUESTIONS=4 PROMPTS_PER_STEP=1 GROUP_SIZE=2 SKIP_FLAT_GROUPS=False"
     words = [f"MODEL={tiny}", f"RUN_DIR={run}", "MAX_PROMPT_TOKENS=200", *small.split()]
-    command = [sys.executable, "demo_real.py", *words]
-    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    first = subprocess.Popen([*command, "STEPS=9999"], start_new_session=True, **options)
-    deadline = time.monotonic() + PATIENCE
-    while not (metrics := run / "metrics.jsonl").exists() or '"kl"' not in metrics.read_text():
-        if first.poll() is not None or time.monotonic() > deadline:
-            first.kill()
-            raise AssertionError(first.communicate()[0])
-        time.sleep(0.1)
+    command = [ROOT / "demo_real.py", *words]
+    first = start([sys.executable, *command, "STEPS=9999"], log)
+    wait_for_step(run, 1, first, log)
     os.killpg(first.pid, signal.SIGINT)  # as a terminal does
-    printed, _ = first.communicate(timeout=PATIENCE)
-    saved = int(re.search(r"stopped by SIGINT; step (\d+) is saved", printed)[1])
-    command += [f"STEPS={saved + 2}"]
-    again = subprocess.run(command, check=True, timeout=PATIENCE, **options)
+    first.wait(PATIENCE)
+    saved = int(re.search(r"stopped by SIGINT; step (\d+) is saved", log.read_text())[1])
+    again = python(*command, f"STEPS={saved + 2}")
+    assert again.returncode == 0, again.stderr
     assert re.search(f"resumes from .*step_{saved:06d}", again.stdout), again.stdout
     assert re.search(rf"0\.\d+ at step 0, .*at step {saved + 2}\n", again.stdout)
     assert again.stdout.count("How many") >= 3 and (run / "curves.png").exists()
