@@ -427,6 +427,7 @@ def test_a_task_without_right_answers_has_no_tiny_model(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="own.py: gold.*'answer'"):
         run(monkeypatch, str(tmp_path / "own.py"), f"OUT={tmp_path / 'model'}")
     two = LABELS.replace("completion ==", "{'a': 1, 'b': 0}  #").replace("[:30]", "")
+    two = two.replace("def rewards", "async def rewards")
     (tmp_path / "two.py").write_text(two)
     with pytest.raises(SystemExit, match=r"two.py: OUTCOME.*\['a', 'b'\]"):
         run(monkeypatch, str(tmp_path / "two.py"), f"OUT={tmp_path / 'model'}")
