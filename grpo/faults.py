@@ -38,7 +38,7 @@ def mistake(name, function, must, given="", error=None, got=None):
     if isinstance(error, TaskError | KeyboardInterrupt):
         raise error
     if isinstance(error, TooSlow):
-        why, must = f"took more than {error.seconds} s", SOONER
+        why, must = f"took more than {error} s", SOONER
     else:
         why, must = described(task_file(name), must, error, got)
     return TaskError(name, function, why + given, must)
@@ -54,11 +54,7 @@ def task_file(name):
 
 
 class TooSlow(BaseException):
-    """A call took too long. Not an Exception: a task that catches those must not hide it."""
-
-    def __init__(self, what, seconds):
-        super().__init__(f"{what} took more than {seconds} s")
-        self.seconds = seconds
+    """A call took more than so many seconds. Not an Exception, which a task might catch."""
 
 
 # --- The words -------------------------------------------------------------------------
@@ -69,13 +65,13 @@ def described(file, must, error, got):
         values = got.values() if isinstance(got, dict) else [got]
         must = ASYNC if any(hasattr(value, "__await__") for value in values) else must
         return f"returned {shown(got)}", must
-    frames = [(frame.f_globals, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [(names, line) for names, line in frames if names.get("__name__") in modules_of(file)]
-    lines = [line for _, line in own]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).name == Path(file).name]
+    lines = [frame.lineno for frame in own]
     lines += [error.lineno] if isinstance(error, SyntaxError) else []
     at = f", line {lines[-1]}" if lines else ""
-    if own and frames[-1] != own[-1]:  # in what the task calls
-        at += f" ({frames[-1][0].get('__file__')}, line {frames[-1][1]})"
+    if own and frames[-1] is not own[-1]:  # in what the task calls
+        at += f" ({frames[-1].filename}, line {frames[-1].lineno})"
     return f"failed with {type(error).__name__}{at}: {shown(error, '{!s:.2000}')}", must
 
 
@@ -85,9 +81,3 @@ def shown(value, form="{!r:.500}"):
         return form.format(value)
     except Exception:  # noqa: BLE001
         return f"<{type(value).__name__}>"
-
-
-def modules_of(file):
-    """Returns the names that the module of a task's file may have (task.load_task)."""
-    stem = Path(file).stem
-    return f"tasks.{stem}", f"task_of_{stem}", stem

@@ -197,30 +197,30 @@ def results(seconds, what, begun, *, shared=True):
                 if future:
                     found.append(future.result(max(0, end - began)))
                 else:
-                    found.append(call_plain(left if shared else seconds, what, call))
+                    found.append(call_plain(left if shared else seconds, call))
             except KeyboardInterrupt:  # the user's
                 raise
             except BaseException as error:  # noqa: BLE001 (of any kind)
                 is_late = future and isinstance(error, TimeoutError)  # it raises no other
-                found.append(TooSlow(what, seconds) if is_late else error)
+                found.append(TooSlow(seconds) if is_late else error)
             left -= 0 if future else time.monotonic() - began
     return found
 
 
-def call_plain(seconds, what, call):
+def call_plain(seconds, call):
     """Returns what a plain call returns. Raises TooSlow."""
     if seconds <= 0:  # others have used them
-        raise TooSlow(what, seconds)
+        raise TooSlow(seconds)
     (function, *arguments), began = call, time.monotonic()
-    with timely(seconds, what):
+    with timely(seconds):
         found = function(*arguments)
     if time.monotonic() - began > seconds:  # the function has caught TooSlow
-        raise TooSlow(what, seconds)
+        raise TooSlow(seconds)
     return found
 
 
 @contextlib.contextmanager
-def timely(seconds, what):
+def timely(seconds):
     """Raises TooSlow in the block after `seconds`. The line that runs then is printed, also of C
     code that does not return to Python. If such code computes, the process ends once it has used so
     many seconds, and GRACE_SECONDS, of all cores' time; if it sleeps, others log that they wait. A
@@ -231,7 +231,7 @@ def timely(seconds, what):
         return
 
     def ring(*_):
-        raise TooSlow(what, seconds)
+        raise TooSlow(seconds)
 
     before = signal.signal(signal.SIGALRM, ring)
     faulthandler.register(signal.SIGALRM, sys.__stderr__, all_threads=False, chain=True)

@@ -61,7 +61,7 @@ def make_model(recipe, out):
         sloppy = getattr(task, "sloppy", right_or_wrong)
         holds = lambda got: isinstance(got, str | list) and got != []
         seconds, what = c.REWARD_TIMEOUT_SECONDS, f"gold() or sloppy() of {c.TASK}"
-        with announced(what), timely(seconds, what):
+        with announced(what), timely(seconds):
             written = called(c.TASK, call, must, lambda: sloppy(item, draw), holds)
         written = without_opening(load_chat(c.TASK, task, item), written)
         return with_replies(recipe, item, written)

@@ -27,7 +27,7 @@ def careful():
 @pytest.mark.parametrize("busy", [for_ever, careful, lambda: time.sleep(60)])
 def test_what_takes_too_long_is_interrupted(busy):
     """Also in a task that catches everything."""
-    with pytest.raises(TooSlow, match="this took more than 0.2 s"), timely(0.2, "this"):
+    with pytest.raises(TooSlow, match="0.2"), timely(0.2):
         busy()
         pytest.fail("it was not interrupted")
 
@@ -41,7 +41,7 @@ def test_an_alarm_that_is_lost_rings_again(monkeypatch):
             time.sleep(0.5)
 
     began = time.monotonic()
-    with pytest.raises(TooSlow), timely(0.1, "this"):
+    with pytest.raises(TooSlow), timely(0.1):
         Deaf()
         time.sleep(60)
     assert time.monotonic() - began < 30
@@ -57,7 +57,7 @@ def test_a_block_leaves_no_timer_even_if_the_alarm_rings_as_it_ends(rings, monke
         if rings and (timer, seconds) == (signal.ITIMER_REAL, 0):
             signal.raise_signal(signal.SIGALRM)
 
-    with pytest.raises(TooSlow) if rings else contextlib.nullcontext(), timely(60, "this"):
+    with pytest.raises(TooSlow) if rings else contextlib.nullcontext(), timely(60):
         assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 60
         monkeypatch.setattr(signal, "setitimer", late)
     for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL):
@@ -71,7 +71,7 @@ def test_c_code_that_computes_for_ever_is_named_and_ends_the_process():
 from grpo import rewards
 rewards.os.cpu_count = lambda: 1
 rewards.GRACE_SECONDS = 0.4
-with rewards.timely(0.1, "this"):
+with rewards.timely(0.1):
     max(range(10**11))
 """
     run = python("-c", program)
@@ -83,7 +83,7 @@ def test_many_threads_may_compute_until_the_limit():
 import time, torch
 from grpo import rewards
 rewards.GRACE_SECONDS, end, a = 0, time.monotonic() + 3, torch.ones(1000, 1000)
-with rewards.timely(4, "this"):
+with rewards.timely(4):
     while time.monotonic() < end:
         a @ a
 """
