@@ -46,7 +46,7 @@ def sync(folder):
 
 def save_run(run):
     """Collective: saves a checkpoint of the run, unless this step has one or SAVE_STEPS is 0;
-    deletes all but the newest KEEP_CHECKPOINTS, the best, and those to which links best* lead.
+    deletes all but the newest KEEP_CHECKPOINTS and the best.
     Raises RunFailed if it can't be written: then nothing of it is left."""
     p, c, folder, is_first = run.progress, run.c, Path(run.c.RUN_DIR), dist.get_rank() == 0
     if p.saved == p.step or not c.SAVE_STEPS:
@@ -80,11 +80,10 @@ def save_run(run):
 
 def delete_older(c, p):
     """Deletes what need not stay now that the checkpoint of step p.step is complete."""
-    folder, saved = Path(c.RUN_DIR), saved_in(c.RUN_DIR)
+    saved = saved_in(c.RUN_DIR)
     kept = [path for path in saved if step_of(path) <= p.step][-c.KEEP_CHECKPOINTS :]
-    linked = {step_of(link.readlink()) for link in folder.glob("best*") if link.is_symlink()}
     for path in set(saved) - set(kept):  # later ones are incomplete, or from before a resume
-        if step_of(path) not in linked | {p.best}:
+        if step_of(path) != p.best:
             shutil.rmtree(path, ignore_errors=True)  # the new one is complete: the run goes on
         for states in path.glob("trainer/optimizer_*.pt"):  # of the best only the model is kept
             states.unlink()

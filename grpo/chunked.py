@@ -54,10 +54,7 @@ def linear_logps(
     frozen head (LoRA) then costs no product and no memory for its gradient. `kernels` may be two
     functions in the place of torch_forward and torch_backward."""
     flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()  # given logits may have gaps
-    width = flat.shape[1] if head is None else len(head)
-    vocab = width if vocab_size is None else vocab_size
-    if not 0 < vocab <= width:
-        raise ValueError(f"vocab_size = {vocab_size} must be 1 to {width} (the logits)")
+    vocab = vocab_size or (flat.shape[1] if head is None else len(head))
     settings = temperature, vocab, kernels or (torch_forward, torch_backward)
     found = LinearLogps.apply(flat, head, ids.reshape(-1).contiguous(), *settings)
     logps, entropies = (values.view(ids.shape) for values in found)

@@ -61,11 +61,6 @@ def begin():
     sys.excepthook = lambda kind, *e: (ended if kind is KeyboardInterrupt else hook)(kind, *e)
 
 
-def arguments():
-    """Returns the words of the command line, without DeepSpeed's --local_rank=N."""
-    return [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]
-
-
 def command_line(defaults, doc, roles=()):
     """Returns (role, constants) of the command line: one of `roles` or None, and values by name.
     Raises SystemExit with the usage (from the script's __doc__) for any other word, and if MODEL
@@ -113,7 +108,7 @@ def read_words(defaults, presets=True):
     and, with `presets`, those of preset files; later ones win. SystemExit for a name that is not in
     `defaults`, the script's constants."""
     constants, others = {}, []
-    for word in arguments():
+    for word in sys.argv[1:]:
         name, equals, text = word.partition("=")
         if equals and name.isidentifier():
             check_names([name], defaults)
@@ -121,7 +116,7 @@ def read_words(defaults, presets=True):
         elif presets and word.endswith(".py"):
             found = read_preset(word)
             constants |= {name: value for name, value in found.items() if name in defaults}
-        else:
+        elif not word.startswith("--local_rank="):  # DeepSpeed's
             others.append(word)
     return constants, others
 

@@ -62,10 +62,6 @@ class Gate(bottle.Bottle):
         headers["Content-Type"] = "application/octet-stream"
         return bottle.HTTPResponse(data, 200, headers)
 
-    def file(self, path):
-        """Returns an answer with a file, which may be deleted while it is sent."""
-        return bottle.static_file(path.name, root=path.parent, mimetype="application/octet-stream")
-
     # --- Refusals -------------------------------------------------------------------
     def explain(self, route):
         """Wraps a route: answers an error status if it raises."""

@@ -1,7 +1,6 @@
 """Checks an update by log-probs: its samples are the policy's, and so is the reference."""
 
 import math
-from pathlib import Path
 
 from grpo.log import say
 from grpo.policy import NOISE, check_gap
@@ -64,6 +63,6 @@ def check_sampler(metrics, sampler, by_workers=False, rounded=False):
 def check_reference(metrics, dtype, reference, *, model):
     """Raises RuntimeError if, at the run's first update, the reference has the policy's name but
     other weights: log-probs that differ by more than rounding. `reference` is its /info."""
-    if "kl" in metrics and Path(reference["model"]).name == Path(model).name:
+    if "kl" in metrics and not is_teacher(reference, model):
         what = f"at the first update the reference's weights differ from those of {model}"
         check_gap(metrics["kl"], max(NOISE[dtype], NOISE[reference["dtype"]]), what)

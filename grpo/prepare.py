@@ -92,18 +92,18 @@ def as_seen(opening, text):
 
 
 def check_gold(recipe, item, tokenizer, opening):
-    """Prints and returns the rewards of gold(item), which must be right or None. Without gold(),
-    the item's "answer" is rewarded. If the task has reply(), gold() may return several turns. The
+    """Prints the rewards of gold(item), which must be right or None. Without gold(), the item's
+    "answer" is rewarded. If the task has reply(), gold() may return several turns. The
     model's turns begin with `opening`, unless a stop string ended the turn before."""
     c, gold, turns = recipe.c, getattr(recipe.task, "gold", None), recipe.turns
     if turns:
         turns.play(recipe, item, [opening])
     if not gold and item.get("answer") is None:
-        return {}
+        return
     must = f"return a right completion, one whose reward {recipe.outcome!r} (OUTCOME) is above 0"
     text = gold_of(recipe, item, must, or_none=True)
     if text is None:
-        return {}
+        return
     if turns:
         begins, said = True, []
         for turn in [text] if isinstance(text, str) else text:
@@ -117,7 +117,6 @@ def check_gold(recipe, item, tokenizer, opening):
     if gold and rewards[recipe.outcome] <= 0:  # NaN (does not apply) is not wrong
         got = f"returned {text!r:.500}, which earns {rewards}"
         raise TaskError(c.TASK, f"gold({item!r:.500})", got, must)
-    return rewards
 
 
 def gold_of(recipe, item, must, or_none=False):

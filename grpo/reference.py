@@ -12,7 +12,6 @@ here, or another MODEL at the server.
 """
 
 import contextlib
-import copy
 from pathlib import Path
 from types import MappingProxyType
 
@@ -68,12 +67,6 @@ class LocalReference:
             group.take_ref_logps(logps)
 
 
-def copied(model):
-    """Returns a frozen copy of a model."""
-    own = {id(p): torch.nn.Parameter(p.detach().clone(), False) for p in model.parameters()}
-    return copy.deepcopy(model, own)
-
-
 # --- Scoring: also ref_server.py's ------------------------------------------------------
 def score_groups(model, groups, *, budget, temperature, vocab_size):
     """Returns the log-probs (N,), float32 on the CPU, of each group: a pair of equally many prompts
@@ -114,5 +107,4 @@ def score_batch(model, prompts, completions, temperature, vocab_size):
     """Returns the log-probs (T,) of each completion."""
     hidden, ids = model(prompts, completions)
     logps = linear_logps(hidden, model.head, ids, temperature=temperature, vocab_size=vocab_size)
-    parts = logps.cpu().split([len(c) for c in completions])
-    return [part.clone() for part in parts]  # copies, as views would keep the batch alive
+    return logps.cpu().split([len(c) for c in completions])

@@ -1,7 +1,6 @@
 """Reports metrics and samples: in RUN_DIR, by the progress bar, and to REPORT_TO's reporters."""
 
 import contextlib
-import functools
 import itertools
 import json
 import math
@@ -190,7 +189,6 @@ def report_end(run, asked):
         say(f"{ended}: raise STEPS to continue it, or choose another RUN_DIR")
 
 
-@functools.cache  # the code that was loaded, not what is there when a later checkpoint is saved
 def commit():
     """Returns the version of the code: the commit of the git checkout, and if it has changes."""
     git = ["git", f"--git-dir={ROOT}/.git", f"--work-tree={ROOT}"]  # not a repository around ours

@@ -54,13 +54,12 @@ def check_shared(folder):
         )
 
 
-def lock_run(folder, name=".lock"):
+def lock_run(folder):
     """Returns a file that stays locked until it is closed or this process ends. SystemExit if
     another trainer holds the lock: the two would undo each other's steps. A disk without locks (NFS
     with nolock, some of Lustre and FUSE) is logged, and no obstacle."""
     with naming_run_dir(folder):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        file = open(Path(folder, name), "a")  # noqa: SIM115 ("w" would empty what it links to)
+        file = open(Path(folder, ".lock"), "a")  # noqa: SIM115 ("w" would empty what it links to)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -1,5 +1,6 @@
 """The start of a run, new or resumed. `c` has the trainer's constants as attributes."""
 
+import copy
 import functools
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from grpo.forward import CompletionModel
 from grpo.log import announced, say
 from grpo.prepare import make_policy
 from grpo.ranks import all_or_none
-from grpo.reference import LocalReference, NoReference, copied, is_teacher
+from grpo.reference import LocalReference, NoReference, is_teacher
 from grpo.report import RunFolder, as_json
 from grpo.resume import data_of, open_run
 from grpo.rollout import Order
@@ -41,7 +42,7 @@ def make_reference(c, policy, server):
         what = "the policy's model without its adapters"
         reference = LocalReference(c, policy, CompletionModel(policy.model), what, context=off)
     else:
-        model = copied(CompletionModel(policy.model))
+        model = copy.deepcopy(CompletionModel(policy.model)).requires_grad_(False)
         reference = LocalReference(c, policy, model, "a copy of MODEL")
     if is_teacher(reference.info, c.MODEL):
         say(f"the reference is a teacher, not MODEL: {reference.info['model']} (see teacher_kl)")
@@ -59,8 +60,7 @@ def make_sampler(c, policy):
 
 
 def uses_of(c, policy, sampler, engine, reference):
-    """Returns {name: what the run uses for it}. Packing that failed its trial has been
-    replaced."""
+    """Returns {name: what the run uses for it}."""
     model, weight = engine.module, next(policy.model.parameters())
     device = torch.cuda.get_device_name() if weight.is_cuda else weight.device.type
     chunks = "in chunks, by Triton" if c.FUSED_LOSS else "in chunks, by torch"

@@ -8,7 +8,6 @@ score, and groups of workers (rank_0.Workers.check), are checked before use.
 
 import hashlib
 import json
-import math
 import struct
 
 import numpy as np
@@ -73,14 +72,14 @@ def unpack_ids(body, *, vocab_size, max_tokens):
     return tensors
 
 
-def check_parts(kind, ids, lengths, vocab_size=None):
+def check_parts(kind, ids, lengths, vocab_size):
     """Raises ValueError unless `lengths` (M,) sum to the number of `ids` (N,), all valid ids."""
     flat = ids.dim() == lengths.dim() == 1 and len(lengths)
     require(flat, f"{kind}_ids and {kind}_lengths must have one dimension, and not be empty")
     total = int(lengths.sum())
     fit = lengths.min() >= 1 and total == len(ids)
     require(fit, f"{kind}_lengths must be 1 or more and sum to {len(ids)} ids, not to {total}")
-    last, low, high = (vocab_size or math.inf) - 1, int(ids.min()), int(ids.max())
+    last, low, high = vocab_size - 1, int(ids.min()), int(ids.max())
     require(0 <= low <= high <= last, f"token ids must lie in 0..{last}, got {low}..{high}")
 
 

@@ -16,9 +16,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [os.path.dirname(HERE), HERE]  # HERE for tasks/even.py
 
 if __name__ == "__main__":
-    from grpo.constants import arguments
-
-    role, presets = arguments()
+    role, presets = (word for word in sys.argv[1:] if not word.startswith("--local_rank="))
     (name, _, function), presets = role.partition(":"), json.loads(presets)
     script = importlib.import_module(name)
     for preset in presets:

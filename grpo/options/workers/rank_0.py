@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import bottle
 import safetensors.torch
 import torch
 
@@ -98,7 +99,7 @@ class Workers:
         with self.lock:
             if self.record is None or sha256 != self.record["sha256"]:
                 self.app.refuse(404, "there is a newer policy")
-            return self.app.file(self.folder / sha256)  # opened here, before it is deleted
+            return bottle.static_file(sha256, self.folder)  # opened here, before it is deleted
 
     def answer_group(self):
         meta, tensors = read_group(self.app.read_body())
