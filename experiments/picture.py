@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parents[1] / "docs"
 
 # --- One group --------------------------------------------------------------------------
 SHOWN = 4  # answers
-REWARDS = (f"{weight:g} × {name}" for name, weight in REWARD_WEIGHTS.items())
+REWARDS = (f"{w:g} × {name}" if w != 1 else name for name, w in REWARD_WEIGHTS.items())
 TITLES = ("a question", "four of its eight answers", *REWARDS, "advantage")
 COLUMNS = (9.5, 42, 66.5, 76, 84.5)  # where they stand
 
