@@ -46,7 +46,7 @@ def log_idle(run, metrics, groups):
     if metrics.get("rewards/none") == 1:
         why = (
             f"no completion had a reward: {' and '.join(functions_of(recipe.task))} returned"
-            " None for all of them, or took too long; is a service that the task asks down?"
+            " None for all of them (is a `return` missing, or a service down?), or took too long"
         )
     p.idle_reason = why
     say(f"step {p.step} has nothing to train on ({p.idle} in a row): {why}")

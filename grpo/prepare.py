@@ -99,7 +99,7 @@ def check_gold(recipe, item, tokenizer, opening):
     if turns:
         turns.play(recipe, item, [opening])
     if not gold and item.get("answer") is None:
-        return
+        return say('no right answer is tried: the item has no "answer", and the task no gold()')
     must = f"return a right completion, one whose reward {recipe.outcome!r} (OUTCOME) is above 0"
     text = gold_of(recipe, item, must, or_none=True)
     if text is None:
@@ -133,7 +133,7 @@ def show_rewards(recipe, item, what, text):
     (rewards,) = reward_texts(recipe, item, [text])
     values = {n: "does not apply" if math.isnan(v) else f"{v:g}" for n, v in rewards.items()}
     right = rewards[recipe.outcome]  # NaN: does not apply
-    counts = "right" if right > 0 else "wrong" if right <= 0 else "neither right nor wrong"
+    counts = "right" if right > 0 else "wrong" if right <= 0 else "neither: None is no reward"
     say(f"rewards of {what}: {', '.join(map(' '.join, values.items()))}; it counts as {counts}")
     return rewards
 
