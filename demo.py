@@ -14,7 +14,6 @@ the validation split and on other seeds.
 
 import contextlib
 import functools
-import itertools
 import json
 import os
 import random
@@ -33,27 +32,12 @@ if __name__ == "__main__":
 
 import plot
 from grpo.commands.tiny_model import warm_start
-from grpo.models import load_tokenizer, prompt_ids
-from grpo.prepare import load_policy
-from grpo.sample import Prompt
 from grpo.stop import end_with_parent
 from presets import demo as preset
 from tasks import arithmetic
 
 DEFAULTS = {"RUN_DIR": preset.RUN_DIR, "STEPS": preset.STEPS, "WARM_STEPS": 800}
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # of server and trainer, as there may be two cores
-
-
-# --- Before and after ---------------------------------------------------------------
-def greedy_answers(folder, task, items, c):
-    """Returns the texts that the model in `folder` answers greedily; `c` has the constants."""
-    stops = getattr(c, "STOP_STRINGS", ())
-    policy = load_policy(folder, load_tokenizer(folder), "float32", stop_strings=stops)
-    prompts = [prompt_ids(policy.tokenizer, task.messages(item)) for item in items]
-    settings = {"seed": 0, "group_size": 1, "temperature": 0, "max_sequences": len(prompts)}
-    settings["max_new_tokens"] = c.MAX_COMPLETION_TOKENS
-    groups = policy.stream(itertools.starmap(Prompt, enumerate(prompts)), **settings)
-    return [policy.text(completion) for _, (completion,) in sorted(groups)]
 
 
 # --- Processes ----------------------------------------------------------------------

@@ -9,6 +9,7 @@ curve is drawn, three test questions are answered by both models, and the result
 for an issue. Ctrl-C ends the demo once the step is saved, and the same command resumes.
 """
 
+import itertools
 import math
 import os
 import platform
@@ -29,15 +30,29 @@ import transformers
 
 import grpo_ref_split as trainer
 import plot
-from demo import greedy_answers, train_and_serve
+from demo import train_and_serve
 from grpo.commands import smollm2
 from grpo.devices import accelerator
+from grpo.models import load_tokenizer, prompt_ids
+from grpo.prepare import load_policy
 from grpo.report import commit
+from grpo.sample import Prompt
 from presets import smollm2 as preset
 from tasks import sums
 
 SHARED = "MODEL", "TEMPERATURE", "DTYPE"  # constants that the server must know as well
 SHOWN = "seconds", "tokens_per_second", "sampler_k3", "kl"  # metrics in the result
+
+
+def greedy_answers(folder, task, items, c):
+    """Returns the texts that the model in `folder` answers greedily; `c` has the constants."""
+    stops = getattr(c, "STOP_STRINGS", ())
+    policy = load_policy(folder, load_tokenizer(folder), "float32", stop_strings=stops)
+    prompts = [prompt_ids(policy.tokenizer, task.messages(item)) for item in items]
+    settings = {"seed": 0, "group_size": 1, "temperature": 0, "max_sequences": len(prompts)}
+    settings["max_new_tokens"] = c.MAX_COMPLETION_TOKENS
+    groups = policy.stream(itertools.starmap(Prompt, enumerate(prompts)), **settings)
+    return [policy.text(completion) for _, (completion,) in sorted(groups)]
 
 
 def show_answers(model, final, items):
